@@ -62,8 +62,7 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
         return tensor.clone(), torch.ones(shape, dtype=wide.to_real(), device=tensor.device)
     if per_sample and tensor.dim():
         samples = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)  # [samples, elements]
-        norm = torch.linalg.vector_norm(samples, ord, dim=1, dtype=wide)
-        factor = clip_coefficient(norm, bound)
+        factor = clip_coefficient(torch.linalg.vector_norm(samples, ord, dim=1, dtype=wide), bound)
         factors = factor.view(-1, *[1] * (tensor.dim() - 1))  # [samples, 1, ...]
     else:
         factor = factors = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)

@@ -1,4 +1,4 @@
-"""Custom functions of specs: they are imported, and called so that they cannot affect the rest of the run."""
+"""Custom functions of specs: they are imported, and called so that they cannot affect the rest of the run; and the action `call`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from ..errors import ConfigError, HookError, Problem, first_line
 from ..fields.field_types import Target
 from ..fields.targets import locate
-from .base import Context
-from .intervention import describe, with_version
+from .base import Action, Context
+from .builtin.call import CallSpec
+from .intervention import describe, versioned_copy, with_version
 
 
 def custom_function(target: Target, where: str, *arguments: str, trial: bool = True) -> Callable[..., Any]:
@@ -60,9 +61,8 @@ def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *fur
     with torch.no_grad():
         result = function(given, *further)
     if given._version != version:
-        raise HookError(
-            f"{describe(context)} modified its tensor in place, but may only read it; modify a copy instead"
-        )
+        message = f"{describe(context)} modified its tensor in place, but may only read it; modify a copy instead"
+        raise HookError(message)
     return result
 
 
@@ -100,3 +100,23 @@ def _check_arguments(function: Callable[..., Any], count: int, bound: dict[str, 
             function(*(torch.zeros(1), object())[:count], **bound)
         return
     signature.bind(*(torch.empty(0), None)[:count], **bound)
+
+
+class CallFunction(Action):
+    """The call action of a spec."""
+
+    def __init__(self, spec: CallSpec) -> None:
+        self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context", trial=False)
+
+    def __call__(self, tensor: Tensor, context: Context) -> None:
+        """Call the function with a copy of the tensor, so that a change of the copy's memory through NumPy has no effect.
+
+        Raises:
+            HookError: The function modified the copy in place, or returned a value.
+        """
+        returned = observe(self.function, versioned_copy(tensor), context, context)
+        if returned is not None:
+            raise HookError(
+                f"{describe(context)}: a function of action call must return None, but returned "
+                f"{type(returned).__name__}; use action modify to replace the tensor"
+            )

@@ -58,10 +58,8 @@ class Measurement:
 
     def __init__(self, spec: StatisticsSpec) -> None:
         self.unit_dim = spec.unit_dim
-        self.custom = {
-            custom.column: custom_function(custom, f"hooks.{spec.name}.stats", "tensor")
-            for custom in spec.custom_statistics
-        }
+        custom = spec.custom_statistics
+        self.custom = {each.column: custom_function(each, f"hooks.{spec.name}.stats", "tensor") for each in custom}
         self._select(spec.statistics)
 
     def _select(self, statistics: tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
-"""Recording of a tensor's statistics, distribution and values. The tensor is not changed."""
+"""Recording of a tensor's statistics, distribution and values, and printed lines that describe it. The tensor is not changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pkgutil import resolve_name
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.hook_specs import RecordSpec
+from ..config.hook_specs import PrintSpec, RecordSpec
 from ..stats.casts import Casts
 from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure, measure_of_call
@@ -35,11 +35,8 @@ def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
 
 def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, Measure]]:
     """Return what computes the rows of the tables with a field that is set, and the number of dimensions that it needs."""
-    return {
-        table: (TABLES[table].least_dimensions, resolve_name(TABLES[table].measured_by)(**values))
-        for table, values in fields.items()
-        if values
-    }
+    given = ((TABLES[name], values) for name, values in fields.items() if values)
+    return {table.name: (table.least_dimensions, resolve_name(table.measured_by)(**values)) for table, values in given}
 
 
 class Record(Action):
@@ -111,3 +108,48 @@ class Record(Action):
             if dtype is None and not self.spec.statistics:
                 dtype = kept.dtype  # it is stored as bytes
             self.rows.add_tensor(context, source_shape, kept, dtype)
+
+
+class Print(Action):
+    """The print action of a spec."""
+
+    def __init__(self, spec: PrintSpec, rows: Rows) -> None:
+        self.measurement = Measurement(spec)
+        self.rows = rows
+
+    def __call__(self, tensor: Tensor, context: Context) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        text = f"{_location(context)}  {list(shape_of(tensor))} {dtype} {tensor.device}"
+        measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
+        measured.holds = context.holds
+        custom = self.measurement.custom_numbers(tensor, context)
+        self.rows.add_line(context, text, self.measurement.names, measured, custom)
+
+
+def _location(context: Context) -> str:
+    """Describe a call: hook, step, layer and role, and what differs from the usual first call."""
+    moment = context.moment
+    indices = {
+        "micro-step": moment.micro_step,
+        "rank": context.rank,
+        "call": context.call,
+        "gradient": context.backward,
+    }
+    phase = "" if moment.phase == "train" else f"{moment.phase} "
+    others = "".join(f" {name} {index}" for name, index in indices.items() if index)
+    role = f"{context.role} {context.path}".rstrip()
+    return f"{context.hook}  {phase}step {moment.step}{others}  {context.layer or '.'}  {role}"
+
+
+def line_of(text: str, names: Sequence[str], values: Sequence[float | None]) -> str:
+    """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero."""
+    cells = dict(zip(names, values, strict=True))
+    shown = [
+        f"{name} {'-' if value is None else value if name == 'fingerprint' else f'{value:.4g}'}"
+        for name, value in cells.items()
+        if name not in COUNTS
+    ]
+    shown += [
+        f"{cells[name]:,.0f} {text}" for name, text in (("nan_count", "NaN"), ("inf_count", "Inf")) if cells.get(name)
+    ]
+    return "  ".join([text, *shown])

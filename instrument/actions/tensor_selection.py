@@ -74,7 +74,6 @@ def patch(tensor: Tensor, recorded: Tensor, selection: TensorSelection | None = 
     if selection is not None and new.shape == selection.shape:
         new = selection.of(new)
     if new.shape != tensor.shape:
-        raise ValueError(
-            f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
-        )
+        message = f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
+        raise ValueError(message)
     return torch.where(torch.ones((), dtype=torch.bool, device=tensor.device), new, tensor)

@@ -97,16 +97,13 @@ class UnitVectors:
 
     def _from_runs(self, context: Context) -> Tensor:
         spec = self.spec
-        sources = {
-            field: lambda run=run, field=field: self._recorded(run, field, context)
-            for field, run in spec.sources.items()
-        }
+        sources = {field: self._recorded(run, field, context) for field, run in spec.sources.items()}
         if spec.fn == "add":
-            return (mean_of_units(sources["plus"]()) - mean_of_units(sources["minus"]()))[None]
+            return (mean_of_units(sources["plus"]) - mean_of_units(sources["minus"]))[None]
         if spec.fn == "mean_ablate":
-            return mean_of_units(sources["run"]())[None]
+            return mean_of_units(sources["run"])[None]
         components = spec.components or 1
-        directions = principal_components(sources["run"]())
+        directions = principal_components(sources["run"])
         if components > len(directions):
             message = f"{self._name(context)} has {len(directions)} components"
             raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(directions)}"))
@@ -197,8 +194,7 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
         message = "this file does not exist"
         raise ConfigError(Problem(f"{where}.vector", message, path, similar=similar_names(path, others)))
     try:
-        is_numpy = file.suffix == ".npy"
-        array = torch.from_numpy(np.load(file)) if is_numpy else _from_safetensors(file, key, where)
+        array = torch.from_numpy(np.load(file)) if file.suffix == ".npy" else _from_safetensors(file, key, where)
     except (ValueError, OSError, TypeError) as error:
         raise ConfigError(Problem(f"{where}.vector", f"cannot read the file: {error}", given=path)) from None
     vectors = array.to(torch.float64) if not array.is_complex() else array

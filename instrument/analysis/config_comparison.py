@@ -1,17 +1,20 @@
-"""Comparison of configurations: the parts of a run's configuration that determine its training."""
+"""Comparison of configurations: what determines the training of a run, and the runs that differ in one key only."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..config.base import ACTIONS, ObservationSpec
 from ..config.hook_specs import HookSpec
 from ..config.parse import named_specs, parse_hooks
-from ..errors import ConfigError
-from .config_fields import canonical_json, leaves_of
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from ..formatting import shorten
+from .config_fields import canonical_json, leaves_of, to_yaml
 from .run_tables import RunTables
 
 IGNORED_KEYS = ("quiet", "plan", "resume", "sink", "budget", "name", "report", "objective")
@@ -156,3 +159,270 @@ def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
         return others
     less = _without(inner, path[1:]) if isinstance(inner, Mapping) else inner
     return {key: less if key == path[0] else value for key, value in mapping.items()}
+
+
+MAX_NAMES = 12  # maximum number of keys or values in an error message
+
+
+@dataclass(frozen=True)
+class RunMatch:
+    """Two runs that differ only in the key.
+
+    Attributes:
+        value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
+            text for other lists and mappings.
+        by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
+    """
+
+    value: Any
+    index: int
+    baseline: int
+    seed: int
+    by: tuple[Any, ...] = ()
+
+    @property
+    def comparison(self) -> str:
+        """A string that identifies the compared value and the values of the `by` keys."""
+        return canonical_json([self.value, *self.by])
+
+
+@dataclass(frozen=True)
+class RunMatches:
+    """All matches for a key.
+
+    Attributes:
+        matches: The matches ordered by value, numbers first.
+        left_out: The reason for each unmatched run, by index of the run.
+    """
+
+    baseline: Any
+    matches: list[RunMatch]
+    left_out: dict[int, str]
+
+
+def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:
+    """Match the runs that differ in one key, comparing each value with a baseline.
+
+    A run without the hook that contains the key is matched with the runs that have the hook and differ in nothing else. If an
+    override selects several keys, such as `exp`, or if other keys are interpolated from it, the runs of a sweep match that have
+    the same other overrides.
+
+    Args:
+        key: Configuration key or override: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`, `exp`.
+        baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
+            before true); else the first value.
+        by: Other keys whose values separate comparisons.
+
+    Raises:
+        InstrumentError: The runs do not differ in the key, the key or the value does not exist, or no two runs match.
+    """
+    all_trainings, left_out = trainings(run)
+    by_values = []
+    for name in by:
+        compared, path = next(_comparisons(run, name, all_trainings))
+        groups = _groups(run, name, path, compared)
+        _check_differs(run, "by", name, groups)
+        by_values.append({training.index: group.label for group in groups for training in group.members})
+    unmatched: list[dict[int, str]] = []
+    for compared, path in _comparisons(run, key, all_trainings):
+        comparison = _match(run, key, path, compared, baseline, by_values)
+        if comparison.matches:
+            return replace(comparison, left_out=dict(sorted((left_out | comparison.left_out).items())))
+        unmatched.append(comparison.left_out)
+    reasons = [f"{run.names[index]}: {reason}" for index, reason in sorted((left_out | unmatched[0]).items())]
+    more = [f"... ({len(reasons)} in all)"] if len(reasons) > MAX_NAMES else []
+    raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MAX_NAMES], *more]))
+
+
+def _comparisons(
+    run: RunTables, key: str, all_trainings: Sequence[Training]
+) -> Iterator[tuple[Sequence[Training], Sequence[str]]]:
+    """Yield the trainings to compare and the path of the key: by their configuration, and by their overrides."""
+    is_override = key.partition(".")[0] not in ("seed", *IGNORED_KEYS) and any(
+        key in run.infos[training.index]["overrides"] for training in all_trainings
+    )
+    if not is_override or any(key in config_keys(training) for training in all_trainings):
+        yield all_trainings, key.split(".")
+    if is_override:
+        yield trainings_by_overrides(run, all_trainings), [key]
+
+
+def _match(
+    run: RunTables,
+    key: str,
+    path: Sequence[str],
+    all_trainings: Sequence[Training],
+    baseline: Any,
+    by_values: Sequence[Mapping[int, Any]],
+) -> RunMatches:
+    """Match trainings. The result can be empty, and `left_out` has the reasons of these trainings only."""
+    left_out: dict[int, str] = {}
+    groups = _groups(run, key, path, _latest(run, all_trainings, path, left_out))
+    _check_differs(run, "effects_of", key, groups)
+    baseline_group = groups[_baseline_position(key, groups, baseline)]
+    baseline_text = f"{key}={baseline_group.text}"
+    matches = []
+    others = [group for group in groups if group is not baseline_group]
+    # Numbers come first, by size.
+    for group in sorted(others, key=lambda group: group.value if isinstance(group.value, int | float) else math.inf):
+        matches_of = _matches_of(group.members, baseline_group.members, path)
+        for training, matched_runs in zip(group.members, matches_of, strict=True):
+            if not matched_runs:
+                left_out[training.index] = _unmatched_reason(training, baseline_group.members, key, baseline_text)
+            for baseline_run in matched_runs:
+                both = ((label[training.index], label[baseline_run.index]) for label in by_values)
+                by_cells = tuple(other if one is None else one for one, other in both)
+                matches.append(RunMatch(group.label, training.index, baseline_run.index, training.seed, by_cells))
+    used = {match.baseline for match in matches}
+    unmatched = "no run with another value has the same seed and the same other settings"
+    left_out |= {each.index: unmatched for each in baseline_group.members if each.index not in used}
+    return RunMatches(baseline_group.label, matches, left_out)
+
+
+@dataclass
+class _Group:
+    """The runs with the same value of the key."""
+
+    value: Any
+    label: Any
+    members: list[Training]
+
+    @property
+    def text(self) -> str:
+        """The value as it is written on a command line."""
+        return self.label if isinstance(self.label, str) else to_yaml(self.label)
+
+
+def _matches_of(
+    all_trainings: Sequence[Training], baseline_runs: Sequence[Training], path: Sequence[str]
+) -> list[list[Training]]:
+    """Return the baseline runs of each training: the first one that is equal except for the key.
+
+    If one of the two runs does not have the hook, the runs must be equal except for the hook. A run without the hook can have
+    several matches, if the hook differs in more than the key.
+    """
+    outer = outer_of(path)
+    by_key: dict[str, list[Training]] = {}
+    by_hook: dict[str, list[Training]] = {}
+    for baseline_run in baseline_runs:
+        by_key.setdefault(baseline_run.without(path), []).append(baseline_run)
+        by_hook.setdefault(baseline_run.without(outer), []).append(baseline_run)
+    matches = []
+    for training in all_trainings:
+        same_but_hook = by_hook.get(training.without(outer), [])
+        if training.at(outer) is None:
+            matches.append(same_but_hook)
+        else:
+            without_hook = [baseline_run for baseline_run in same_but_hook if baseline_run.at(outer) is None]
+            matches.append([*by_key.get(training.without(path), []), *without_hook][:1])
+    return matches
+
+
+def outer_of(path: Sequence[str]) -> Sequence[str]:
+    """Return the path of the hook that contains a path; other paths are returned unchanged."""
+    return path[:2] if path[0] == HOOKS else path
+
+
+def _latest(
+    run: RunTables, all_trainings: Sequence[Training], path: Sequence[str], left_out: dict[int, str]
+) -> list[Training]:
+    """Return each training once; if a training was repeated, the last run of it."""
+    last: dict[tuple[str, str], Training] = {}
+    for training in all_trainings:
+        identity = (training.without(path), canonical_json(training.at(path)))
+        if identity in last:
+            left_out[last[identity].index] = f"it was repeated as {run.names[training.index]}"
+        last[identity] = training
+    return sorted(last.values(), key=lambda training: training.index)
+
+
+def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequence[Training]) -> list[_Group]:
+    groups_by_value: dict[str, _Group] = {}
+    for training in all_trainings:
+        value = training.at(path)
+        groups_by_value.setdefault(canonical_json(value), _Group(value, value, [])).members.append(training)
+    groups = list(groups_by_value.values())
+    collections = [group for group in groups if isinstance(group.value, Mapping | list)]
+    for group in collections:
+        options = [run.infos[training.index]["overrides"].get(key) for training in group.members]
+        named = isinstance(options[0], str) and all(option == options[0] for option in options)
+        group.label = options[0] if named else to_yaml(group.value)
+    names = Counter(group.label for group in collections)
+    for group in collections:
+        group.label = group.label if names[group.label] == 1 else to_yaml(group.value)
+    return groups
+
+
+def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group]) -> None:
+    if len(groups) > 1:
+        return
+    all_trainings = trainings(run)[0]
+    keys = dict.fromkeys(node for training in all_trainings for node in config_keys(training))
+    differing = comparable_keys(run, all_trainings)
+    allowed = shorten(differing) or "none: the runs differ only in their seed"
+    if not all_trainings:
+        message = f"none of the {len(run.infos)} runs is finished and has a configuration"
+    elif key == "seed":
+        message = "runs are paired by their seed, so its effect cannot be estimated"
+    elif key.partition(".")[0] in IGNORED_KEYS:
+        message = "this key does not affect training"
+    elif key not in keys and not any(key in run.infos[each.index]["overrides"] for each in all_trainings):
+        message = "no run has this key in its configuration"
+    else:
+        message = f"all {len(all_trainings)} finished runs have the value {groups[0].text}"
+    near = [] if key in keys else similar_names(key, differing) or similar_names(key, keys)
+    raise InstrumentError(Problem(where, message, key, allowed, near))
+
+
+def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[str]:
+    """Return the keys in which runs differ: the overrides; without them, keys of the configuration."""
+    overrides = differing_overrides(run, {training.index for training in all_trainings})
+    leaves = dict.fromkeys(key for training in all_trainings for key in training.leaves)
+    differing = [key for key in leaves if len({training.leaves.get(key) for training in all_trainings}) > 1]
+    return [name for name in overrides if name != "seed"] or differing
+
+
+def config_keys(training: Training) -> list[str]:
+    """Return all keys of a configuration, including those of mappings: `optimizer`, `optimizer.lr`."""
+    return list(_nodes({**training.rest, HOOKS: training.hooks}, ""))
+
+
+def _nodes(value: Mapping[str, Any], above: str) -> Iterator[str]:
+    for name, item in value.items():
+        yield f"{above}{name}"
+        if isinstance(item, Mapping):
+            yield from _nodes(item, f"{above}{name}.")
+
+
+def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int:
+    if baseline is not None:
+        word = canonical_json(baseline)
+        positions = [i for i, group in enumerate(groups) if word in map(canonical_json, (group.value, group.label))]
+        if not positions:
+            values = [group.text for group in groups]
+            message, similar = f"no run has this value of {key}", similar_names(str(baseline), values)
+            raise InstrumentError(Problem("baseline", message, to_yaml(baseline), shorten(values), similar))
+        return positions[0]
+    empty = [i for i, group in enumerate(groups) if group.value is None]
+    numbers = [i for i, group in enumerate(groups) if isinstance(group.value, int | float)]
+    return empty[0] if empty else min(numbers, key=lambda i: groups[i].value, default=0)
+
+
+def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key: str, baseline: str) -> str:
+    """Return why a run has no match; `baseline` is the baseline value as `key=value`."""
+    same_seed = [baseline_run for baseline_run in baseline_runs if baseline_run.seed == training.seed]
+    if not same_seed:
+        return f"no run with {baseline} has seed {training.seed}"
+    lists = [_differences(training, baseline_run, key) for baseline_run in same_seed]
+    fewest = min(lists, key=len)
+    return f"it also differs from the runs with {baseline} in {', '.join(fewest) or 'the order of hooks'}"
+
+
+def _differences(one: Training, other: Training, key: str) -> list[str]:
+    outer = outer_of(key.split("."))
+    cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
+    return [
+        name
+        for name in dict.fromkeys([*one.leaves, *other.leaves])
+        if one.leaves.get(name) != other.leaves.get(name) and name != cut and not name.startswith(f"{cut}.")
+    ]

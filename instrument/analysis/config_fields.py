@@ -25,9 +25,7 @@ def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, A
         return {key: value}
     others = [leaves_of({key: other}) for other in values if isinstance(other, Mapping)]
     texts = leaves_of({key: value})
-    fields = {
-        name: item for name, item in leaves(value, key) if any(other.get(name) != texts[name] for other in others)
-    }
+    fields = {name: item for name, item in leaves(value, key) if any(each.get(name) != texts[name] for each in others)}
     return fields or {key: value}
 
 

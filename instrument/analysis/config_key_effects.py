@@ -1,23 +1,126 @@
-"""Effect of one configuration key: differences between paired runs, with confidence intervals."""
+"""Effects of configuration keys: differences between paired runs, with confidence intervals, and the importance of each override.
+
+Runs are compared by means over their steps, one per location and statistic, computed in batches.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
+from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from ..fields.pip_extras import packages_of
-from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Steps, averaged_columns, keys_of, means_of
-from .run_matching import RunMatch, match_runs
+from ..tables.schemas import IDENTITY, TABLES
+from .config_comparison import RunMatch, match_runs
+from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 
+Steps = tuple[int | None, int | None]
+LOCATION_COLUMNS = tuple(
+    c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name not in ("module_type", "mesh", "placement")
+)
+MEASURED_TABLES = sorted(
+    (name for name, table in TABLES.items() if table.has_numbers), key=lambda name: name != "metrics"
+)
+"""The tables with numbers that can be averaged. Their custom statistics and metrics are added."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means of one table of one run.
+
+    Attributes:
+        locations: The locations, as tuples of those columns in LOCATION_COLUMNS that the table has.
+        values: float64, shape [locations, columns]; not finite if any of the numbers is not finite, 0 if there are none.
+        counts: Number of averaged numbers, shape [locations, columns].
+    """
+
+    columns: tuple[str, ...]
+    locations: list[tuple[str, ...]]
+    values: np.ndarray
+    counts: np.ndarray
+
+
+def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
+    """Return the mean of every numeric column at every location; for evaluation metrics, the last value.
+
+    Rows of recomputed forward passes are ignored.
+
+    Args:
+        steps: Half-open range of steps (first, end); None leaves a side open.
+    """
+    keys, names = keys_of(table), averaged_columns(run, table)
+    start, stop = steps
+    condition = ds.field("step") >= (start or 0)
+    if stop is not None:
+        condition &= ds.field("step") < stop
+    selections = [condition & ~ds.field("recompute")]
+    if table == "metrics":
+        selections, is_evaluation = [condition & ds.field("phase").isin(STEP_PHASES)], ds.field("phase") == "eval"
+        evaluations = run.scan("metrics", ["step"], condition & is_evaluation)
+        last = max((pc.max(batch["step"]).as_py() for batch in evaluations if len(batch)), default=None)
+        if last is not None:  # after the training, wherever the files have it
+            selections.append(is_evaluation & (ds.field("step") == last))
+    batches = (batch for chosen in selections for batch in run.scan(table, [*keys, *names], chosen))
+    return _means_of_batches(map(_with_nan, batches) if table == "stats" else batches, keys, names)
+
+
+def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
+    """Return the columns of a table that are averaged, with the custom ones of the runs."""
+    return (*TABLES[table].numbers, *run.custom_columns(table))
+
+
+def keys_of(table: str) -> list[str]:
+    """Return the columns of a table that identify a location."""
+    return [name for name in LOCATION_COLUMNS if name in TABLES[table].names]
+
+
+def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
+    lost = pa.array(not_finite_in(batch))
+    if not pc.any(lost).as_py():
+        return batch
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    columns |= {name: pc.if_else(lost, math.nan, batch[name]) for name in FINITE_STATISTICS}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _means_of_batches(batches: Iterable[pa.RecordBatch], keys: Sequence[str], names: tuple[str, ...]) -> Means:
+    """Return the means of all rows; memory holds one batch, and one row per batch and location."""
+    parts = [_sums(batch, keys, names) for batch in batches]
+    if not parts:
+        return Means(names, [], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
+    ways = [(f"{name}_{way}", "sum") for name in names for way in ("sum", "count")]
+    sums = pa.concat_tables(parts).group_by(list(keys), use_threads=False).aggregate(ways)
+    counts = np.stack([sums[f"{name}_count_sum"].to_numpy() for name in names], axis=1)
+    totals = np.stack([sums[f"{name}_sum_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
+    locations = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
+    return Means(names, locations, totals / np.maximum(counts, 1), counts)
+
+
+def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> pa.Table:
+    """Return the sum and the count of each column with one row per location; labels are converted to plain strings."""
+    numbers = [batch[name].cast(pa.float64()) for name in names]
+    rows = pa.table([*(batch[key] for key in keys), *numbers], names=[*keys, *names])
+    ways = [(name, way) for name in names for way in ("sum", "count")]
+    grouped = rows.group_by(list(keys), use_threads=False).aggregate(ways)
+    columns = [grouped[key].cast(pa.string()) for key in keys] + [grouped[f"{name}_{way}"] for name, way in ways]
+    return pa.table(columns, names=[*keys, *(f"{name}_{way}" for name, way in ways)])
+
+
+CONFIDENCE = 0.95  # the usual confidence level
 MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 
 
@@ -153,9 +256,6 @@ def _mean(numbers: np.ndarray) -> np.ndarray:
     return mean
 
 
-CONFIDENCE = 0.95  # the usual confidence level
-
-
 def student(
     means: np.ndarray, squares: np.ndarray, counts: np.ndarray, confidence: float = CONFIDENCE
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -201,3 +301,79 @@ def adjusted(p_values: np.ndarray) -> np.ndarray:
     if known.any():
         result[known] = false_discovery_control(p_values[known])
     return result
+
+
+TREES = 200
+CELLS = 4_096  # maximum number of combinations of values at which the trees are evaluated
+MIN_RUNS = 4
+OTHERS = "interactions"
+
+
+def importance_of(factors: pd.DataFrame, values: pd.Series, *, interval: float = CONFIDENCE) -> pd.DataFrame:
+    """Estimate the fraction of the variance of a number that each factor explains alone, and the rest, their interactions.
+
+    The method is functional analysis of variance (F. Hutter, H. Hoos and K. Leyton-Brown, ICML 2014): 200 regression trees are
+    fitted to bootstrap samples of the runs. For each tree, the variance over all combinations of the values is split into the
+    main effect of each factor, the variance of the mean prediction given its value, and the rest. The fraction is the mean
+    over the trees, and the interval has their quantiles. Each value has the weight of its number of runs. The combinations are
+    limited to 4,096: of a factor with more values, quantiles are used. Weak factors of a random search with few runs are
+    underestimated, because trees split at strong ones first; on a complete grid, the fractions are those of an analysis of variance.
+
+    Args:
+        factors: One row per run and one column per factor: numbers or other values.
+        values: The number of each run, float64, with the same index; runs without a finite value do not count.
+        interval: The confidence level.
+
+    Returns:
+        One row per factor, the largest first, and a row `interactions` if there are several factors: `importance`,
+        `low` and `high`, fractions from 0 to 1.
+
+    Raises:
+        InstrumentError: There are fewer than 4 runs with a finite value, no factor differs between them, or all values are equal.
+    """
+    with packages_of("analysis", "importance"):
+        from sklearn.ensemble import RandomForestRegressor
+
+    finite = np.isfinite(values.to_numpy(np.float64))
+    y, known = values.to_numpy(np.float64)[finite], factors.loc[finite]
+    known = known[[name for name in known if known[name].map(repr).nunique() > 1]]
+    if len(y) < MIN_RUNS or known.empty or np.ptp(y) == 0:
+        message = f"importance requires {MIN_RUNS} runs with different overrides and different finite values"
+        given = f"{len(y)} runs, overrides that differ: {', '.join(known) or 'none'}"
+        raise InstrumentError(Problem("runs", message, given))
+    codes = np.column_stack([_numbers(known[name]) for name in known])
+    most = max(2, int(CELLS ** (1 / codes.shape[1])))
+    levels, weights = zip(*(_levels(column, most) for column in codes.T), strict=True)
+    weight = reduce(np.multiply.outer, weights)
+    grid = np.stack(np.meshgrid(*levels, indexing="ij"), -1).reshape(-1, codes.shape[1]).astype(np.float32)
+    forest = RandomForestRegressor(TREES, max_features=1.0, random_state=0).fit(codes, y)
+    shares = []
+    for tree in forest.estimators_:
+        cells = tree.predict(grid).reshape(weight.shape)
+        centred = cells - (weight * cells).sum()
+        total = (weight * centred**2).sum()
+        sums = [np.moveaxis(weight * centred, axis, 0).reshape(len(own), -1).sum(1) for axis, own in enumerate(weights)]
+        mains = np.array([(each**2 / own).sum() for each, own in zip(sums, weights, strict=True)])
+        if total > 0:  # otherwise all runs of the bootstrap sample have the same value
+            shares.append(np.append(mains, max(0.0, total - mains.sum())) / total)
+    tails = (1 - interval) / 2
+    low, high = np.quantile(shares, [tails, 1 - tails], axis=0)
+    table = pd.DataFrame({"importance": np.mean(shares, axis=0), "low": low, "high": high}, index=[*known, OTHERS])
+    alone = table.drop(OTHERS).sort_values("importance", ascending=False, kind="stable")
+    return alone if len(alone) == 1 else pd.concat([alone, table.loc[[OTHERS]]])
+
+
+def _numbers(cells: pd.Series) -> np.ndarray:
+    """Return numbers unchanged, and the index of each distinct value otherwise."""
+    if pd.api.types.is_numeric_dtype(cells) and not cells.isna().any():
+        return cells.to_numpy(np.float64)
+    return pd.factorize(cells.map(repr))[0].astype(np.float64)
+
+
+def _levels(column: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct values of a factor, or its quantiles if there are too many, with their weights."""
+    found, counts = np.unique(column, return_counts=True)
+    if len(found) > most:
+        found = np.quantile(column, (np.arange(most) + 0.5) / most, method="nearest")
+        counts = np.ones(most, np.int64)
+    return found, counts / counts.sum()

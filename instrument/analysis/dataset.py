@@ -106,11 +106,9 @@ class _Run:
 
     def __init__(self, files: RunFiles, selections: Sequence[FeatureSelection], items: Items) -> None:
         self.files, self.first, self._flat = files, selections[0].layer, items.flatten is not None
-        names = pa.array(
-            [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)], "string"
-        )
+        names = [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)]
         condition = ds.field("layer").isin([each.layer_name for each in selections])
-        condition |= ds.field("path").isin(names) & (ds.field("role") == "input")
+        condition |= ds.field("path").isin(pa.array(names, "string")) & (ds.field("role") == "input")
         self.tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
         index: pd.DataFrame = plain_labels(self.tensors.index).to_pandas()
         index["tensor"] = np.arange(len(index))
@@ -159,26 +157,21 @@ class _Run:
 
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Source:
         batches = list(batches_of(self.files, rows, self._samples, selection))
-        tensor_of = dict(
-            zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True)
-        )
+        tensor_of = dict(zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"], strict=True))
         hook = settings_of(self.files, rows["hook"].iloc[0])
         parts = () if hook.get("slice") is None else parse_slice(hook["slice"])
         part = parts[1] if len(parts) > 1 else slice(None)
         chosen = part if hook.get("positions") is None else np.atleast_1d(hook["positions"])
         positions_of = cache(lambda length: np.arange(length)[chosen])
-        columns = [
-            positions_of(batch.source[1]) if len(batch.shape) > 1 and not isinstance(part, int) else None
-            for batch in batches
-        ]
+        has_positions = not isinstance(part, int)
+        columns = [positions_of(each.source[1]) if has_positions and len(each.shape) > 1 else None for each in batches]
         which = [tensor_of[batch.key] for batch in batches]
         return _Source(self.tensors, which, batches, [None] * len(batches), columns)
 
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Source:
         """Return the tensors of another selection for the same samples of the same batches."""
         rows = select(self.files, selection, self._index)
-        own = [batch.key for batch in self.batches]
-        rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin(own)]
+        rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin([batch.key for batch in self.batches])]
         recorded = self._recorded(selection, rows) if len(rows) else _Source(self.tensors, [], [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}
         which: list[int] = []
@@ -195,10 +188,8 @@ class _Run:
                 raise ConfigError(Problem(where, message, fix=fix))
             which.append(number)
             entries.append(None if np.array_equal(order, np.arange(len(other))) else order)
-        batches, columns = (
-            [recorded.batches[number] for number in which],
-            [recorded.columns[number] for number in which],
-        )
+        batches = [recorded.batches[number] for number in which]
+        columns = [recorded.columns[number] for number in which]
         return _Source(self.tensors, [recorded.which[number] for number in which], batches, entries, columns)
 
     def _located(self, source: _Source, where: str, what: str) -> _Source:
@@ -255,9 +246,8 @@ class _Run:
         if len(shapes) > 1:
             message = f"the input {value!r} differs in shape between batches"
             given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
-            raise ConfigError(
-                Problem(where, message, given, fix=f"pass {where}=None, or record a part of equal shape with 'slice'")
-            )
+            fix = f"pass {where}=None, or record a part of equal shape with 'slice'"
+            raise ConfigError(Problem(where, message, given, fix=fix))
         return source._replace(shape=shapes[0])
 
     def _kept(self, number: int, masks: Sequence[tuple[_Source | None, Tensor]]) -> Tensor | None:
@@ -333,10 +323,8 @@ class ActivationDataset(Dataset[Batch]):
         kept = [each for run in self._runs for each in run.kept or [None] * len(run.batches)]
         self._kept: Array | None = None  # the numbers of all items among the positions of their batches
         if any(each is not None for each in kept):
-            numbers = [
-                np.arange(count, dtype=np.int32) if each is None else each.numpy()
-                for each, count in zip(kept, counts, strict=True)
-            ]
+            pairs = zip(kept, counts, strict=True)
+            numbers = [np.arange(count, dtype=np.int32) if each is None else each.numpy() for each, count in pairs]
             self._kept, counts = np.concatenate(numbers), np.array([len(each) for each in numbers])
         for run in self._runs:
             run.kept = None
@@ -353,10 +341,9 @@ class ActivationDataset(Dataset[Batch]):
             return len(self)
         g = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
         position, first = (sample - self._first_sample[g]) * self._width[g], self._starts[g]
-        return int(
-            first
-            + (position if self._kept is None else np.searchsorted(self._kept[first : self._starts[g + 1]], position))
-        )
+        if self._kept is not None:
+            position = np.searchsorted(self._kept[first : self._starts[g + 1]], position)
+        return int(first + position)
 
     def __repr__(self) -> str:
         items = [(name, self._shapes[f"x.{name}"], self._dtypes[f"x.{name}"]) for name in self.layers]
@@ -370,9 +357,7 @@ class ActivationDataset(Dataset[Batch]):
         numbers = np.where(numbers < 0, numbers + len(self), numbers).astype(np.int64)
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"index out of range: the dataset has {len(self)} items")
-        if numbers.ndim:
-            return self.read(numbers)
-        return _part(self.read(numbers[None]), 0)
+        return self.read(numbers) if numbers.ndim else _part(self.read(numbers[None]), 0)
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
         """Return several items, read together. A `DataLoader` with `batch_size` calls it."""
@@ -487,9 +472,8 @@ class ActivationDataset(Dataset[Batch]):
             raise ConfigError(Problem("batch_size", "must be a positive integer", repr(batch_size), "1, 2, ..."))
         if shuffle is not None and (not _is_integer(shuffle) or shuffle < 0):
             allowed = "0, 1, ..., or None: no shuffling"
-            raise ConfigError(
-                Problem("shuffle", "must be the seed of the order", repr(shuffle), allowed, fix="shuffle=0")
-            )
+            message = "must be the seed of the order"
+            raise ConfigError(Problem("shuffle", message, repr(shuffle), allowed, fix="shuffle=0"))
         if not 0 <= rank < ranks:
             raise ConfigError(Problem("rank", "no process has this number", rank, f"0 to {ranks - 1}"))
         return ActivationBatches(self, Order(batch_size, shuffle, window, drop_last, ranks), rank)
@@ -588,8 +572,7 @@ class ActivationBatches(IterableDataset[Batch]):
         elif first == 0:
             self._shared[2] = iteration
         self._position = start
-        mine = np.arange(start + worker, len(self), workers)
-        for batch in self._read(epoch, mine, workers):
+        for batch in self._read(epoch, np.arange(start + worker, len(self), workers), workers):
             self._position += workers
             yield batch
 

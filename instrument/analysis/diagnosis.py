@@ -135,8 +135,7 @@ def findings_of(
     timeline = _Timeline(facts, info, layers)
     found: dict[_Key, dict[_Key, list[RuleEvent]]] = {}  # events of each finding by the leading finding
     for episode in timeline.episodes(events):
-        leads = timeline.leads(episode)
-        for key, lead in leads.items():
+        for key, lead in timeline.leads(episode).items():
             found.setdefault(lead, {}).setdefault(key, []).extend(episode[key])
     warns = {(event.rule, event.location is None) for event in events if event.severity == "warning"}
     groups = []
@@ -220,14 +219,9 @@ def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleF
             times = entry.get("for", 1 if field is None else field.default)
             statistics = getattr(rule, "statistics", ())
             statistic = rule.evidence or next(iter(statistics), "")
+            has_threshold = rule.evidence not in statistics
             facts[name] = RuleFacts(
-                rule.advice,
-                rule.stage,
-                times,
-                statistic,
-                not statistics,
-                rule.evidence not in statistics,
-                rule.advice_in,
+                rule.advice, rule.stage, times, statistic, not statistics, has_threshold, rule.advice_in
             )
     return facts
 

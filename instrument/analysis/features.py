@@ -184,9 +184,8 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         similar = similar_names(selection.layer, layers)
         fix = "set 'tensors: true' in a record hook of this layer"
-        raise ConfigError(
-            Problem("layer", "no tensors of this layer were recorded", selection.layer, shown(layers), similar, fix)
-        )
+        message = "no tensors of this layer were recorded"
+        raise ConfigError(Problem("layer", message, selection.layer, shown(layers), similar, fix))
     for name, value in selection.given.items():
         allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
         known = sorted(rows[name].unique().tolist())
@@ -270,10 +269,8 @@ def batches_of(
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
     keys = samples[BATCH].to_numpy()
     starts = np.flatnonzero((keys != np.roll(keys, 1, 0)).any(1) | (np.arange(len(keys)) == 0))
-    groups = {
-        (*key,): group
-        for key, group in zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
-    }
+    parts = zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
+    groups = {(*key,): group for key, group in parts}
     spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []
@@ -285,11 +282,9 @@ def batches_of(
             continue
         positions = positions_of(shape, source)
         if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
-            message = (
-                f"the tensors of layer {selection.layer!r} have no samples in dimension 0: shape {list(shape)}"
-                + (f" of {list(source)}" if shape != source else "")
-                + f" in a batch of {len(group)} samples"
-            )
+            of = f" of {list(source)}" if shape != source else ""
+            tensor = f"shape {list(shape)}{of} in a batch of {len(group)} samples"
+            message = f"the tensors of layer {selection.layer!r} have no samples in dimension 0: {tensor}"
             fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         yield TensorOfBatch(key, shape, source, group[positions])
@@ -352,9 +347,8 @@ def common_shape(batches: Sequence[TensorOfBatch], selection: FeatureSelection, 
     if len(shapes) > 1:
         message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
         fix = "record a part of equal shape with 'slice'; run.tensors() reads tensors of any shape"
-        raise ConfigError(
-            Problem("layer", message, ", ".join(str(["samples", *shape]) for shape in shapes[:3]), fix=fix)
-        )
+        given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
+        raise ConfigError(Problem("layer", message, given, fix=fix))
     return shapes[0]
 
 

@@ -83,8 +83,7 @@ def _loss(run: RunTables) -> Iterator[Finding]:
         return
     finite = np.isfinite(losses)
     if finite.any():
-        finite_losses = np.where(finite, losses, math.inf)
-        low = int(finite_losses.argmin())
+        low = int(np.where(finite, losses, math.inf).argmin())
         value = f"{losses[0]:.4g} -> {losses[-1]:.4g}, lowest {losses[low]:.4g} at step {int(steps[low]):,}"
         yield Finding("loss", "training", None, value, number=float(losses[-1]))
 

@@ -100,9 +100,8 @@ def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     Keys that a row lacks are null. In object columns a missing key is NaN, and a null value is None.
     """
-    columns = {
-        name: typed([row.get(name) for row in rows]) for name in dict.fromkeys(name for row in rows for name in row)
-    }
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: typed([row.get(name) for row in rows]) for name in names}
     for name in [name for name, column in columns.items() if column.dtype == object]:
         columns[name] = pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
     return pd.DataFrame(columns, index=range(len(rows)))

@@ -282,16 +282,11 @@ class Run(RunTables):
         from .dataset import ActivationDataset, Items
         from .features import FeatureSelection
 
-        if (
-            (layer is None) == (layers is None)
-            or not isinstance(layer, str | None)
-            or isinstance(layers, str)
-            or layers == []
-        ):
+        is_valid = isinstance(layer, str | None) and not isinstance(layers, str) and layers != []
+        if not is_valid or (layer is None) == (layers is None):
             given = None if layer is None and layers is None else f"layer={layer!r}, layers={layers!r}"
-            raise ConfigError(
-                Problem("layer", "pass one layer, or a list of layers", given, fix="run.dataset(layers=['blocks.0'])")
-            )
+            fix = "run.dataset(layers=['blocks.0'])"
+            raise ConfigError(Problem("layer", "pass one layer, or a list of layers", given, fix=fix))
         names = [layer] if layer is not None else list(dict.fromkeys(layers or ()))
         selections = [FeatureSelection(each, hook, role, phase, step, epoch, call, path) for each in names]
         items = Items(flatten, mask, tokens, special_tokens, with_targets)

@@ -49,8 +49,7 @@ def _sections_of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, 
     found = [(each.what, each.where, each.step, each.value) for each in findings(run, evaluates=False)]
     yield _table("Findings", ("finding", "where", "step", "value"), found, f"{name}.findings")
     layers, count = layer_rows(history, MAX_ROWS)
-    cells = [row.cells for row in layers]
-    yield _table("Layers, largest change first", LAYER_COLUMNS, cells, f"{name}.stats", count)
+    yield _table("Layers, largest change first", LAYER_COLUMNS, [row.cells for row in layers], f"{name}.stats", count)
     if not is_small:
         yield "The layers are not shown: there are too many rows of statistics."
     hooks = [[row[key] for key in HOOK_COLUMNS] for row in coverage_rows(coverage or history.coverage)]

@@ -56,8 +56,7 @@ def metric_rows(history: RunHistory) -> list[Row]:
     """Return one row per metric, with `METRIC_COLUMNS`."""
     rows = []
     for phase, metrics in history.metrics.items():
-        custom = (name for name in metrics.statistics if name not in METRICS)
-        for name in (*SHOWN_METRICS, *custom):
+        for name in (*SHOWN_METRICS, *(name for name in metrics.statistics if name not in METRICS)):
             if name not in metrics.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
                 continue
             line = sparkline(metrics.values(name, metrics.groups())[0])
@@ -110,16 +109,17 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
         yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]), ratio)
 
 
-def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: int = SPARKLINE_WIDTH) -> str:
-    """Return numbers as a line of small bars. Missing values are spaces, which do not break.
+def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None) -> str:
+    """Return numbers as a line of up to 24 small bars. Several numbers share one: their mean is shown.
+
+    Missing values are spaces, which do not break.
 
     Args:
         values: The numbers; NaN for missing ones; shape [n].
         not_finite: Which of them are marked as not finite; bool, shape [n]. Default: none.
-        width: The maximum number of characters. Several numbers share one: their mean is shown.
     """
     bad = np.zeros(len(values), bool) if not_finite is None else not_finite
-    pieces = np.array_split(np.arange(len(values)), min(width, max(1, len(values))))
+    pieces = np.array_split(np.arange(len(values)), min(SPARKLINE_WIDTH, max(1, len(values))))
     known = [values[piece][~np.isnan(values[piece])] for piece in pieces]
     means = np.array([piece.mean() if len(piece) else np.nan for piece in known])
     finite = means[np.isfinite(means)]

@@ -160,8 +160,7 @@ class Matrix:
 
 def series_in(frame: pd.DataFrame) -> list[RecordedSeries]:
     """Return the series of a table in order of first appearance."""
-    rows = frame.loc[:, list(KEYS)].drop_duplicates()
-    return [RecordedSeries(*row) for row in rows.itertuples(index=False)]
+    return [RecordedSeries(*row) for row in frame.loc[:, list(KEYS)].drop_duplicates().itertuples(index=False)]
 
 
 def statistics_in(frame: pd.DataFrame) -> list[str]:
@@ -205,8 +204,7 @@ def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
     if isinstance(run, pd.DataFrame):
         return _first_outputs(run)
     defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
-    recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
-    return in_forward_order(defined, recorded)
+    return in_forward_order(defined, _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"])))
 
 
 def rank_in(order: Sequence[str]) -> Callable[[str], int]:
@@ -266,9 +264,8 @@ def groups_of(steps: Iterable[int], most: int) -> StepGroups:
     unique_steps = np.unique(np.fromiter(steps, np.int64))
     bounds = np.linspace(0, len(unique_steps), min(most, len(unique_steps)) + 1).round().astype(np.int64)
     numbers = np.searchsorted(bounds[:-1], np.arange(len(unique_steps)), side="right") - 1
-    return StepGroups(
-        unique_steps[bounds[:-1]], unique_steps[bounds[1:] - 1], pd.Series(numbers, index=unique_steps, dtype=np.int64)
-    )
+    number = pd.Series(numbers, index=unique_steps, dtype=np.int64)
+    return StepGroups(unique_steps[bounds[:-1]], unique_steps[bounds[1:] - 1], number)
 
 
 def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], most: int) -> dict[str, Matrix]:
@@ -279,9 +276,8 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
     """
     groups = groups_of(frame["step"], most)
     keyed = finite_only(frame).assign(location=row_locations(frame, order), group=frame["step"].map(groups.number))
-    merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(
-        {name: statistic_of(name).merged for name in columns}
-    )
+    ways = {name: statistic_of(name).merged for name in columns}
+    merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(ways)
     locations = list(keyed["location"].cat.categories)
     result = {}
     for name in columns:

@@ -132,11 +132,9 @@ def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
     runs = [run for each in given for run in _runs(each, where)]
-    problems = [
-        Problem(where, f"the run is not healthy: {reason}", str(run.path), fix="leave it out, or complete it")
-        for run in runs
-        if (reason := _why_unhealthy(run))
-    ]
+    fix, reasons = "leave it out, or complete it", ((run, _why_unhealthy(run)) for run in runs)
+    message = "the run is not healthy: {}"
+    problems = [Problem(where, message.format(why), str(run.path), fix=fix) for run, why in reasons if why]
     raise_problems(problems)
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
     known = table["statistic"].unique().to_pylist()
@@ -187,8 +185,7 @@ def _runs(given: str, where: str) -> list[RunTables]:
 def _why_unhealthy(run: RunTables) -> str:
     if run.info["status"] != "done":
         return f"its status is {run.info['status']}"
-    training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
-    for batch in run.scan("metrics", ["step", "loss"], training):
+    for batch in run.scan("metrics", ["step", "loss"], (ds.field("phase") == "train") & ds.field("loss").is_valid()):
         lost = ~np.isfinite(batch["loss"].to_numpy())
         if lost.any():
             return f"its loss is not finite at step {batch['step'].to_numpy()[lost][0]}"

@@ -45,10 +45,9 @@ def replay(
 def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -> Iterator[Entry]:
     tests = [ds.field("rank") == rank] if rank is not None else []
     tests += [ds.field("step") >= since] if since is not None else []
-    condition = tests[0] & tests[-1] if tests else None
     rows = (
         (row[0] or 0, table, row)
-        for batch in files.scan(table, TABLES[table].names, condition)
+        for batch in files.scan(table, TABLES[table].names, tests[0] & tests[-1] if tests else None)
         for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
     )
     return _sorted_nearly(rows) if table in ("metrics", "events") else rows

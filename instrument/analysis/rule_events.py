@@ -72,10 +72,9 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
     def rows_of(moment: Moment, stats: _Rows) -> StepRows:
         sites, columns = stats
         missing = np.full(len(sites), np.nan)
-        layout = rules.layout(sites, moment[1], lambda site: site)
         return StepRows(
             *moment,
-            layout,
+            rules.layout(sites, moment[1], lambda site: site),
             lambda name: columns.get(name, missing),
             metrics.get(moment),
             targets.get(moment),
@@ -120,12 +119,9 @@ class _JoinedNumber:
 
     def __init__(self, run: RunTables, table: str, name: str, condition: ds.Expression) -> None:
         self.name = name
-        batches = run.scan(table, [*_IDENTITY, name], condition)
-        rows = (
-            row
-            for batch in batches
-            for row in zip(*(batch[each].to_pylist() for each in (*_IDENTITY, name)), strict=True)
-        )
+        names = (*_IDENTITY, name)
+        batches = run.scan(table, names, condition)
+        rows = (row for batch in batches for row in zip(*(batch[each].to_pylist() for each in names), strict=True))
         self._steps = itertools.groupby(rows, lambda row: row[0])
         self._step, self._numbers = -1, dict[tuple[Any, ...], Any]()
 
@@ -158,8 +154,7 @@ def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArra
     """Return the targets of each step and phase, without those that were written late, which the rules did not read live."""
     targets: dict[Moment, list[Any]] = {}
     in_time = _batches_in_time(run, condition)
-    columns = [*_BATCH, "target"]
-    for batch in run.scan("samples", columns, condition & ds.field("target_dtype").is_valid()):
+    for batch in run.scan("samples", [*_BATCH, "target"], condition & ds.field("target_dtype").is_valid()):
         batches = zip(*(batch[name].to_pylist() for name in _BATCH), strict=True)
         for key, target in zip(batches, floats(batch["target"]), strict=True):
             if in_time is None or key in in_time:

@@ -16,13 +16,12 @@ from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import location_name
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import STATISTICS
-from .distribution_history import COLUMNS, DistributionHistory
 from .findings import RULE_EVENT_COLUMNS
 from .finite import FINITE_STATISTICS, not_finite_in
 from .frames import custom_metrics_in, custom_statistics_of, floats, with_custom_columns
 from .plot_data import RecordedSeries, in_forward_order
 from .run_tables import RunTables
-from .step_history import StepHistory
+from .step_history import DISTRIBUTION_COLUMNS, DistributionHistory, StepHistory
 
 MAX_VALUES, MAX_EFFECT_VALUES = 500_000, 60_000  # maximum number of values of all series, and of all effects
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
@@ -96,7 +95,7 @@ class RunHistory:
             more = ["position", *([CUSTOM.name] if self.custom else [])] if table == "stats" else []
             return [*identity, *TABLES[table].numbers, *more]
         if table in ("effects", "distributions"):
-            return [*identity, *((*EFFECTS, "held") if table == "effects" else COLUMNS)]
+            return [*identity, *((*EFFECTS, "held") if table == "effects" else DISTRIBUTION_COLUMNS)]
         return ["step", "phase", *METRICS, CUSTOM.name] if table == "metrics" else list(TABLES[table].schema.names)
 
     def add(self, table: str, rows: pa.Table) -> None:

@@ -124,11 +124,9 @@ class RunTables:
     @property
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason; filled when tables are read."""
-        return [
-            problem if not self.is_sweep else f"{name}/{problem}"
-            for name, files in zip(self.names, self.files, strict=True)
-            for problem in files.problems
-        ]
+        named = zip(self.names, self.files, strict=True)
+        found = [(name, problem) for name, files in named for problem in files.problems]
+        return [f"{name}/{problem}" if self.is_sweep else problem for name, problem in found]
 
     @property
     def runs(self) -> pd.DataFrame:
@@ -229,9 +227,8 @@ class RunTables:
         remainders = REMAINDERS.values() if table == "stats" else ()
         known = (*self.custom_columns(table), *remainders) if custom else ()
         if unknown := [name for name in custom if name not in known]:
-            raise ValueError(
-                f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"
-            )
+            message = f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"
+            raise ValueError(message)
         return custom
 
     def count(self, table: str) -> int:
@@ -262,11 +259,8 @@ class RunTables:
             ValueError: The tensors table has no column of this name.
             ConfigError: A column cannot have this value: its type is wrong, or the run has no such layer or hook.
         """
-        known = [
-            name
-            for name in TABLES["tensors"].names
-            if name not in ("values", "data", "shape", "source_shape", *Place._fields)
-        ]
+        others = ("values", "data", "shape", "source_shape", *Place._fields)
+        known = [name for name in TABLES["tensors"].names if name not in others]
         condition = None
         for name, value in where.items():
             if name not in known:

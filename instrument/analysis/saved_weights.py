@@ -37,7 +37,6 @@ def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
     """Return one of the saved weights."""
     if name not in weights:
         message, similar = "the saved weights have no such name", similar_names(name, weights)
-        raise InstrumentError(
-            Problem(where, message, name, ", ".join(weights), similar, "pass the module or its weight")
-        )
+        fix = "pass the module or its weight"
+        raise InstrumentError(Problem(where, message, name, ", ".join(weights), similar, fix))
     return weights[name]

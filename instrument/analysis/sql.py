@@ -75,10 +75,7 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
     )
 
     def read(
-        columns: list[str] | None,
-        condition: pl.Expr | None,
-        limit: int | None,
-        _batch_size: int | None,
+        columns: list[str] | None, condition: pl.Expr | None, limit: int | None, _batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
         def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
             rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
@@ -225,10 +222,8 @@ def _lookup_expression(values: pa.Array, owners: Sequence[int]) -> str:
     """
     cells = values.to_pylist()
     words = ["" if value is None else _value_text(value) for value in cells]
-    if all(
-        word.isascii() and word == word.strip() and bool(word) != (value is None)
-        for word, value in zip(words, cells, strict=True)
-    ):
+    pairs = zip(words, cells, strict=True)
+    if all(word.isascii() and word == word.strip() and bool(word) != (value is None) for word, value in pairs):
         width = max(map(len, words), default=0) or 1
         text = "".join(words[owner].ljust(width) for owner in owners)
         word = f"nullif(rtrim(substr({_quoted_string(text)}, cast(file_index as bigint) * {width} + 1, {width})), '')"

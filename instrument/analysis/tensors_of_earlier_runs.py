@@ -75,9 +75,7 @@ def _phases_at(step: _Step, place: _Place) -> str:
     rows = step.rows
     for column, value in place.like:
         rows = rows if column == "phase" else rows[rows[column] == value]
-    hooks = [
-        f"{hook!r} in phase {phase!r}" for hook, phase in sorted(set(zip(rows["hook"], rows["phase"], strict=True)))
-    ]
+    hooks = [f"{hook!r} in phase {phase!r}" for hook, phase in sorted({*zip(rows["hook"], rows["phase"], strict=True)})]
     return f", but one of hook {', '.join(hooks)}; set 'hook' to use it" if hooks else ""
 
 
@@ -85,13 +83,8 @@ def _of_spec(problem: Problem, where: str) -> Problem:
     """Return a problem with the tensors of a run as one of the spec that uses them."""
     fields = {"layer": "layers", "call": "layers", "samples": "run", "phase": "hook"}
     fix = "set 'step' to one of them, or record each sample once" if problem.where == "step" else problem.fix
-    message = f"in the other run, {problem.message}"
-    return replace(
-        problem,
-        message=message,
-        where=f"{where}.{fields.get(problem.where, problem.where)}",
-        fix=fix.replace("pass ", "set "),
-    )
+    message, key = f"in the other run, {problem.message}", fields.get(problem.where, problem.where)
+    return replace(problem, message=message, where=f"{where}.{key}", fix=fix.replace("pass ", "set "))
 
 
 class RunArchive(Archive):
@@ -166,16 +159,13 @@ class RunArchive(Archive):
             message = f"this run recorded no tensors of layer {layer or '.'!r} with role {context.role!r}{path}"
             similar = () if same_layer.any() else similar_names(layer, layers)
             target = "record this one" if same_layer.any() else "set 'layer' to a recorded layer, or record this one"
-            fix = f"{target} with 'tensors: true'"
-            raise ConfigError(Problem(where, message, run, allowed, similar, fix=fix))
+            raise ConfigError(Problem(where, message, run, allowed, similar, fix=f"{target} with 'tensors: true'"))
         if len(hooks) > 1:
             message = f"several hooks of this run recorded layer {layer or '.'!r}: {', '.join(hooks)}"
             raise ConfigError(Problem(where, message, run, fix="set 'hook'"))
+        at = {"hook": hooks[0], "layer": layer, "role": context.role, "path": context.path, "backward": 0}
         for step in sorted(set(matches["step"])):
-            tensors = self._runs[run].tensors(
-                step=int(step), hook=hooks[0], layer=layer, role=context.role, path=context.path, backward=0
-            )
-            for values in tensors["values"]:
+            for values in self._runs[run].tensors(step=int(step), **at)["values"]:
                 yield torch.tensor(values)  # a copy, since the array is read-only
 
     def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:

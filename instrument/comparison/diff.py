@@ -26,8 +26,7 @@ from ..formatting import shorten
 from ..rules.reference_ranges import GRAPH_PARTS, has_graph, setting_name
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
-from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
-from .layer_renaming import renamed_layers
+from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded, renamed_layers
 from .operators import compare_operators, no_common_step
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
@@ -110,9 +109,7 @@ def diff(
         table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
         for table in ("stats", "tensors")
     }
-    one, other = (
-        in_execution_order(tables["stats"][side].locations, tables["tensors"][side].locations) for side in (0, 1)
-    )
+    one, other = (in_execution_order(*(table[side].locations for table in tables.values())) for side in (0, 1))
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
@@ -122,9 +119,7 @@ def diff(
     comparison.compare_tensors()
     operators = compare_operators(runs, condition, tolerance)
     if comparison.first is None and not comparison.has_values and operators is None:
-        recorded_steps = [
-            sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
-        ]
+        recorded_steps = [sorted({step for each in tables.values() for _, step in each[side].rows}) for side in (0, 1)]
         problem = None if any(recorded_steps) else no_common_step(runs, condition)
         raise ConfigError(problem or _nothing_in_common((one, other), comparison, recorded_steps))
     first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]
@@ -216,9 +211,7 @@ def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) 
 
 
 def _nothing_in_common(
-    places: Sequence[pd.DataFrame],
-    comparison: Comparison,
-    steps: Sequence[Sequence[int]],
+    places: Sequence[pd.DataFrame], comparison: Comparison, steps: Sequence[Sequence[int]]
 ) -> Problem:
     """Return the problem that no value has a counterpart in the other run, with the likely reason."""
     locations = comparison.locations
@@ -266,11 +259,8 @@ def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed",
 def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
     """Return the samples of a step in ascending order; empty if they were not recorded."""
     condition = (ds.field("step") == first.step) & (ds.field("phase") == first.phase)
-    return sorted(
-        row
-        for rows in batches(run, "samples", ["sample", "id"], condition)
-        for row in rows.astype(str).itertuples(index=False, name=None)
-    )
+    rows = (batch.astype(str) for batch in batches(run, "samples", ["sample", "id"], condition))
+    return sorted(row for batch in rows for row in batch.itertuples(index=False, name=None))
 
 
 def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
@@ -285,12 +275,8 @@ def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
         settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
         settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
         flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}
-        of_layers = {
-            setting_name(layer, name): text
-            for layer in common
-            for name, text in own[layer].items()
-            if not name.startswith(left_out)
-        }
+        parts = [(layer, name, text) for layer in common for name, text in own[layer].items()]
+        of_layers = {setting_name(at, name): text for at, name, text in parts if not name.startswith(left_out)}
         known.append(flat | {key: str(value) for key, value in settings.items()} | of_layers)
     keys = dict.fromkeys([*known[0], *known[1]])
     pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}

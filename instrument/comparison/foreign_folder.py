@@ -123,8 +123,7 @@ class ForeignFolder(RunFiles):
 
     def info(self) -> dict[str, Any]:
         """Return the content that run.json would have."""
-        versions = {"torch": self.torch}
-        return {"status": "tensors", "seed": None, "overrides": {}, "metrics": {}, "versions": versions}
+        return {"status": "tensors", "seed": None, "overrides": {}, "metrics": {}, "versions": {"torch": self.torch}}
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None

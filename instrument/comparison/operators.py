@@ -22,22 +22,12 @@ from ..fields.globs import ROOT
 from ..formatting import shorten
 from ..tables.schemas import OPERATOR_STATISTICS
 from .alignment import batches, common_subsequence
-from .precision import Precision, coarsest, run_precision
+from .differences import Precision, coarsest, decisive, relative_differences, run_precision
 from .process_relations import RELATIONS, MatchedOutputs
-from .statistic_differences import decisive, relative_differences
 
 _CALL = ("step", "rank", "number", "part", "layer", "operator", "source", "output")
-_COLUMNS = (
-    *_CALL,
-    "dtype",
-    "shape",
-    "random",
-    "inputs",
-    "nan_inputs",
-    "fingerprint",
-    "projection",
-    *OPERATOR_STATISTICS,
-)
+_READ = ("dtype", "shape", "random", "inputs", "nan_inputs", "fingerprint", "projection")
+_COLUMNS = (*_CALL, *_READ, *OPERATOR_STATISTICS)
 _KEY = ("part", "matched_layer", "name", "output", "shape")
 # An operator that changes its argument, and one that a compiler uses in its place, are matched with the plain one: relu_ and relu,
 # native_batch_norm and _native_batch_norm_legit_functional.
@@ -222,8 +212,7 @@ def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression |
 
 def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
-    condition = (ds.field("step") == step) & ds.field("fingerprint").is_valid()
-    frames = [*batches(run, "operators", _COLUMNS, condition)]
+    frames = [*batches(run, "operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())]
     rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
     names = (
         rows["operator"]
@@ -343,11 +332,8 @@ def _details(one: OperatorDifference) -> Iterator[str]:
     if one.a["dtype"] != one.b["dtype"]:
         yield f"dtypes {one.a['dtype']} and {one.b['dtype']}"
     a, b = one.a[one.statistic], one.b[one.statistic]
-    yield (
-        f"{one.statistic} {a:.6g} and {b:.6g}: relative difference {one.difference:.2g}"
-        if one.difference
-        else "only the bits differ"
-    )
+    sizes = f"{one.statistic} {a:.6g} and {b:.6g}: relative difference {one.difference:.2g}"
+    yield sizes if one.difference else "only the bits differ"
     count, equal = one.before
     if one.a["inputs"] == one.b["inputs"]:
         reason = (
@@ -356,11 +342,8 @@ def _details(one: OperatorDifference) -> Iterator[str]:
         yield f"Its inputs are equal: {reason}."
     elif count == equal and not any(one.between) and pd.notna(one.a["inputs"]) and pd.notna(one.b["inputs"]):
         yield f"Its inputs differ already: {_EARLIER}"
-    yield (
-        f"All {count:,} outputs before it in this step are equal."
-        if count == equal
-        else f"{count - equal:,} of {count:,} outputs before it differ."
-    )
+    different = f"{count - equal:,} of {count:,} outputs before it differ."
+    yield f"All {count:,} outputs before it in this step are equal." if count == equal else different
     for name, names in zip("AB", one.between, strict=True):
         if names:
             yield f"Since the last matched operator, only {name} has {shorten(names, MAX_LISTED)}: not compared."

@@ -78,9 +78,8 @@ class MatchedOutputs:
         self._least = floor * largest.where(has_floor, 0.0).fillna(0.0).to_numpy(np.float64)
         self._bits = bits = np.stack([each["fingerprint"].to_numpy(np.int64) for each in rows])
         self._are_replicas = np.logical_and(*((bits[index] == bits[index[0]]).all(0) for index in self._of_runs))
-        self._is_optimizer, self._is_backward = (
-            (rows[0]["part"] == part).to_numpy(bool) for part in ("optimizer", "backward")
-        )
+        part = rows[0]["part"].to_numpy()
+        self._is_optimizer, self._is_backward = part == "optimizer", part == "backward"
         self._is_integer = rows[0]["dtype"].str.contains("int").to_numpy(bool) & ~self._is_optimizer
         self.divides = self._is_optimizer & rows[0]["name"].str.contains(_DIVISIONS).to_numpy(bool)
 

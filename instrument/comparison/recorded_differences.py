@@ -22,9 +22,20 @@ from ..tables.kinds import KINDS
 from ..tables.schemas import POSITION, SHAPE
 from ..tables.statistics import ALL, REMAINDERS
 from .alignment import RecordedTable, aligned, windows
-from .precision import NOISE_RATIO, PRECISIONS, Precision, coarsest, rounding_noise, run_precision
-from .statistic_differences import decisive, is_of_values, relative_differences
-from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
+from .differences import (
+    NOISE_RATIO,
+    PRECISIONS,
+    ULP_BINS,
+    Precision,
+    TensorErrors,
+    coarsest,
+    decisive,
+    is_of_values,
+    relative_differences,
+    rounding_noise,
+    run_precision,
+    tensor_errors,
+)
 
 MAX_ROWS = 100_000  # rows of statistics of a run that are read at once
 MAX_BYTES = 64 * 2**20  # of the recorded tensors of a run that are read at once

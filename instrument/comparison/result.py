@@ -12,11 +12,10 @@ import pandas as pd
 
 from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
+from .differences import NOISE_RATIO, ULP_BINS
 from .operators import JUMP, OperatorDifferences
 from .operators import summary as operator_summary
-from .precision import NOISE_RATIO
 from .recorded_differences import VALUES, FirstDifference
-from .tensor_errors import ULP_BINS
 
 MIN_DEPTH = 4  # outputs with errors from which their growth is estimated
 MAX_LISTED = 8  # settings and unmatched layers that are listed

@@ -249,7 +249,7 @@ class PrintSpec(StatisticsSpec):
     )
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        return implementation("print:Print")(self, rows)
+        return implementation("record:Print")(self, rows)
 
 
 @ACTIONS.register("modify")

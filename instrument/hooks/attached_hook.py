@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, KeptTensors
-from ..actions.intervention import describe
-from ..actions.selection import Selector, act_on_indices
-from ..actions.when import SiteCondition
+from ..actions.intervention import describe, straight_through
+from ..actions.stages import Selector, SiteCondition, act_on_indices
 from ..config.base import ObservationSpec
 from ..config.hook_specs import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
@@ -39,15 +38,13 @@ from ..values.dtensor import (
     sharded_like,
 )
 from ..values.nested import iter_tensors, map_tensors
-from .clock import FIRST_CALL, Clock, FiringIndex
-from .direct import Direct, call_action, check_not_captured, direct_of, failed
+from ..values.sparse import is_sparse
+from .clock import FIRST_CALL, Clock, FiringIndex, HookTimer
 from .distributed_scope import scope_of
-from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
-from .hook_timer import HookTimer
 from .mesh_layout import MeshLayout
 from .module_calls import current_segment, is_first_reentrant_pass
-from .plain_calls import firing_of
+from .plain_calls import Direct, call_action, check_not_captured, direct_of, failed, firing_of
 
 
 class AttachedHook(HookCoverage):
@@ -307,7 +304,7 @@ class AttachedHook(HookCoverage):
             self.checked_paths.add(path)
             check_shape(self.site, path, tensor)
 
-    def context(self, path: str, firing: FiringIndex, value: Tensor | Parameter | None = None) -> Context:
+    def context(self, path: str, firing: FiringIndex) -> Context:
         spec, layer = self.site.spec, self.site.layer
         return Context(
             hook=spec.name,
@@ -321,7 +318,6 @@ class AttachedHook(HookCoverage):
             backward=firing.backward,
             recompute=firing.recompute,
             origin=firing.origin,
-            value=value,
             parameters=self.site.parameters,
             seed=self.clock.seed,
             scope=self.scope,
@@ -428,3 +424,22 @@ def no_gradient_reason() -> str:
     if torch.is_inference_mode_enabled():
         return INFERENCE
     return NO_GRAPH if torch.is_grad_enabled() else NO_GRAD
+
+
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale.to(gradient.device)
+
+
+def rescaled(new: Tensor, given: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """Multiply the result of an action, which got the gradient without the factor of a gradient scaler (`given`), by this factor.
+
+    Elements that the action does not change stay bit-identical for any factor.
+    """
+    if new is given:
+        return gradient
+    scaled = (new * scale.to(gradient.device)).to(gradient.dtype)
+    if is_sparse(gradient):
+        return scaled
+    is_unchanged = (new == given) | (new.isnan() & given.isnan())
+    return straight_through(scaled, torch.where(is_unchanged, gradient, scaled))

@@ -33,7 +33,7 @@ from ..tables.reasons import AWAITED_LATER, NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
 from .attached_hook import AttachedHook
 from .clock import FIRST_CALL, Clock
 from .distributed_scope import wrappers_of
-from .hook_group_interface import HookGroup
+from .hook_group import HookGroup
 
 _OPERATORS = {
     "all_reduce": ("allreduce_", "allreduce_coalesced_"),
@@ -251,11 +251,9 @@ class _Kernel:
 def _is_in_join() -> bool:
     """Return whether the block `Join` calls an operation in place of a model, because this process has no inputs left."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_qualname == "Join.__exit__":
-            return True
+    while frame is not None and frame.f_code.co_qualname != "Join.__exit__":
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

@@ -80,12 +80,8 @@ def new_token(target: GraphHooks) -> Tensor:
     return torch.tensor([number], device="cpu")
 
 
-def _target(token: Tensor) -> GraphHooks | None:
-    return _TARGETS.get(int(token))
-
-
 def _begin(token: Tensor, _order: Tensor, missing: str) -> Tensor:
-    target = _target(token)
+    target = _TARGETS.get(int(token))
     return _tensor_of(GraphCall() if target is None else target.begin(missing))
 
 
@@ -98,7 +94,7 @@ def _end(
     paths: Sequence[str],
     stage: int,
 ) -> Tensor:
-    if (target := _target(token)) is None:
+    if (target := _TARGETS.get(int(token))) is None:
         return _tensor_of(GraphCall())
     call = target.end(missing, begins)
     for value, path in zip(values, paths, strict=True):
@@ -113,14 +109,14 @@ def _tensor_of(call: GraphCall) -> Tensor:
 def _observe(
     value: Tensor, call: Tensor, token: Tensor, _order: Tensor, stage: int, path: str, owner: Tensor | None
 ) -> None:
-    if (target := _target(token)) is not None:
+    if (target := _TARGETS.get(int(token))) is not None:
         target.run(stage, value, GraphCall.of(call), path, owner)
 
 
 def _change(
     value: Tensor, call: Tensor, token: Tensor, _order: Tensor, stage: int, path: str, owner: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    target = _target(token)
+    target = _TARGETS.get(int(token))
     new, acted = (value, []) if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
     return _copy(new, value), torch.tensor([*acted, *[False] * (_MAX_INTERVENTIONS - len(acted))], device="cpu")
 
@@ -128,7 +124,7 @@ def _change(
 def _change_backward(  # noqa: PLR0917
     gradient: Tensor, value: Tensor, acted: Tensor, call: Tensor, token: Tensor, _order: Tensor, stage: int, path: str
 ) -> Tensor:
-    target = _target(token)
+    target = _TARGETS.get(int(token))
     if target is None:
         return _copy(gradient, gradient)
     return _copy(target.differentiate(stage, gradient, value, acted.tolist(), GraphCall.of(call), path), gradient)
@@ -197,8 +193,7 @@ class _Gradient(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, value: Tensor, call: Tensor, token: Tensor, stages: Sequence[Stage], path: str, is_shared: bool
     ) -> Tensor:
-        owner = value if any(stage.needs_owner for stage in stages) else None
-        ctx.save_for_backward(call, token, owner)
+        ctx.save_for_backward(call, token, value if any(stage.needs_owner for stage in stages) else None)
         ctx.stages, ctx.path = stages, path
         # The compiler removes the view and the copy. Other code may modify the memory of a shared value, which therefore stays
         # the same. PyTorch refuses to modify such a view in place: the compilation then fails.

@@ -54,14 +54,14 @@ from ..tables.reasons import (
 from ..values.dtensor import sharding_hooks
 from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients
 from .clock import Clock
 from .compiled_hooks import export_refusal
 from .gradient_hooks import LeafHooks, versions_of
-from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
+from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
 from .plain_calls import current_transform, is_tracing
+from .tensor_gradients import CallGradients
 
 _UNMEASURED = nullcontext()
 
@@ -128,8 +128,7 @@ class HookedFunctions(FunctionMode):
         if target is not None:
             args = (_copy_of(target), *args[1:])
         if inputs:
-            joined = join_arguments(args, kwargs)
-            args, kwargs = split_arguments(self._act(inputs, joined), len(args))
+            args, kwargs = split_arguments(self._act(inputs, join_arguments(args, kwargs)), len(args))
         if target is not None and name in RESHAPING:
             args = (_write(target, args[0]), *args[1:])
         versions = versions_of(tensor for _, tensor in iter_tensors((args, kwargs))) if gradients else {}
@@ -140,8 +139,7 @@ class HookedFunctions(FunctionMode):
         if result is None and written_tensor(function, name, args, kwargs) is not None:  # `x[i] = y`
             new = args[0]
         if target is not None:
-            value = _copy_of(target) if name in RESHAPING else new
-            new = _write(target, self._act(outputs, value))
+            new = _write(target, self._act(outputs, _copy_of(target) if name in RESHAPING else new))
         elif outputs:
             changed = self._act(outputs, new)
             new = changed if changed is new or kwargs.get("out") is None else _overwrite(result, changed)
@@ -275,8 +273,7 @@ class FunctionHooks(SuspendableModuleHooks):
             if frame is not None:
                 call = self.calls.enter(self, args)
                 acting = {name: each for name, each in self.scheduled.items() if each.acts_in(call.index)}
-                running = HookedModule(frame, acting, call=call, leaf_hooks=self.leaf_hooks)
-                self.threads.mode.enter(running)
+                self.threads.mode.enter(HookedModule(frame, acting, call=call, leaf_hooks=self.leaf_hooks))
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook in compiled code, which calls no functions."""

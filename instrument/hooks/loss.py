@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
-from .hook_group_interface import HookGroup
+from .hook_group import HookGroup
 
 
 class LossHooks(HookGroup):

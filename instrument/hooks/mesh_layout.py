@@ -83,10 +83,6 @@ class Style(NamedTuple):
     outputs: Mapping[str, Placement]
     is_even: bool
 
-    @property
-    def has_layouts(self) -> bool:
-        return bool(self.inputs or self.outputs)
-
 
 class MeshLayout:
     """How the tensors of a model are placed.
@@ -119,7 +115,9 @@ class MeshLayout:
         self.unknown: dict[tuple[str, str, str], None] = {}
         self._dims = mesh_dims(mesh)
         styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
-        self._styles = {module: style for module, style in styles.items() if style.has_layouts or not style.is_even}
+        self._styles = {
+            module: style for module, style in styles.items() if style.inputs or style.outputs or not style.is_even
+        }
         self._declared = self._read(layers, declared or {})
         parsed = [each for entries in self._declared.values() for each in entries.values()]
         meshes = {id(style.mesh): style.mesh for style in styles.values()}
@@ -328,11 +326,8 @@ class MeshLayout:
 
     def problems(self, plan: HookPlan, *, is_sampled: bool) -> list[Problem]:
         """Report interventions at tensors whose placement is not known before the model runs, and selections with a budget."""
-        selecting = [
-            name
-            for name, spec in plan.specs.items()
-            if isinstance(spec, RecordSpec) and (spec.selection or spec.split_dim is not None)
-        ]
+        records = ((name, spec) for name, spec in plan.specs.items() if isinstance(spec, RecordSpec))
+        selecting = [name for name, spec in records if spec.selection or spec.split_dim is not None]
         if is_sampled and self.is_model_parallel and selecting:
             message = "the processes join shards to select parts of tensors, but each would pause this hook at different steps"
             fix = f"remove the budget, or the selection of hook {selecting[0]!r}"

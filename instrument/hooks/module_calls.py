@@ -208,9 +208,7 @@ class Calls:
         self._repeatable.append((index, _memory_of(inputs)))
         if len(self._repeatable) > self._most_repeatable:
             self._repeatable = [
-                (earlier, memory)
-                for earlier, memory in self._repeatable
-                if not any(storage.expired() for storage, *_ in memory)
+                each for each in self._repeatable if not any(storage.expired() for storage, *_ in each[1])
             ]
             self._most_repeatable = _FEW_CALLS + 2 * len(self._repeatable)
 

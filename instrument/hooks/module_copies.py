@@ -19,19 +19,8 @@ from ..runtime.lazy_compiler import is_compiled_module
 from ..values.nested import iter_tensors, map_tensors
 
 _UNCHANGED = (
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    NoneType,
-    torch.dtype,
-    torch.device,
+    *(type, ModuleType, BuiltinFunctionType, NoneType, torch.dtype, torch.device),
+    *(bool, int, float, complex, str, bytes, range),
 )
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 

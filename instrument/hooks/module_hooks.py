@@ -24,13 +24,12 @@ from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook, act_on_tensors
-from .call_gradients import finish_gradient
 from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
-from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
+from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of, is_tracing
-from .tensor_gradients import InputGradients, OutputGradients
+from .tensor_gradients import InputGradients, OutputGradients, finish_gradient
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
@@ -63,8 +62,7 @@ class ModuleHooks(SuspendableModuleHooks):
     ) -> None:
         # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
         only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
-        may_suspend = suspend and not prepend
-        super().__init__(attached_hooks, calls, suspend=may_suspend, note_inputs=not only_values)
+        super().__init__(attached_hooks, calls, suspend=suspend and not prepend, note_inputs=not only_values)
         self.prepend = prepend
         self.always_call = always_call
         self.early = early
@@ -225,10 +223,8 @@ class ModuleHooks(SuspendableModuleHooks):
             else:
                 return value
         attached_hooks = [attached for attached in attached_hooks if attached.acts_in(call.index)]
-        active_hooks = [
-            attached for attached in attached_hooks if not call.is_recomputed or not attached.is_record_hook
-        ]
-        new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
+        acting = [attached for attached in attached_hooks if not call.is_recomputed or not attached.is_record_hook]
+        new, fired, obstacles = act_on_tensors(acting, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.opportunities += 1

@@ -32,8 +32,17 @@ from ..tables.sink_interface import Row
 from ..values.dtensor import local_shard
 from ..values.nested import iter_tensors
 from .clock import Clock, take
-from .gradient_contribution import next_sequence_number
-from .operator_schemas import PACKAGE, RECORD_OPERATOR, SHOWN, TORCH, OperatorSchema, file_shown, operator_schema
+from .gradient_hooks import next_sequence_number
+from .graph_operators import (
+    PACKAGE,
+    RECORD_OPERATOR,
+    SHOWN,
+    TORCH,
+    OperatorSchema,
+    file_shown,
+    operator_schema,
+    visible_operators,
+)
 
 Part = Literal["forward", "recompute", "backward", "optimizer", "loop"]
 _FACTOR = 6364136223846793005  # of Knuth's linear congruential generator (MMIX)
@@ -41,7 +50,7 @@ _MAX_PENDING = 4096  # rows that are kept until they are written
 # Code of this package that measures: its operators are not those of the training. Functions with these names call functions of others.
 _OWN = (
     *("hooks/", "probe/", "stats/", "relations/", "rules/"),
-    *(f"actions/{name}.py" for name in ("record", "measurement", "activation_sums", "gradient_statistics")),
+    *(f"actions/{name}.py" for name in ("record", "measurement", "context_sums")),
 )
 # The first is replaced in modules that `module.compile()` compiles.
 _CALLS = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
@@ -93,8 +102,6 @@ class OperatorMode(TorchDispatchMode):
         self._add_nodes(_Location())
         visible: AbstractContextManager[None] = nullcontext()
         if compiler_imported():
-            from .graph_operators import visible_operators
-
             visible = visible_operators()
         try:
             with visible, self:
@@ -174,11 +181,8 @@ class OperatorMode(TorchDispatchMode):
             self._number += count
         known.add(index)
         layer = ".".join(filter(None, (location.layer, path)))
-        here = _Location(
-            "backward" if is_backward else location.part,
-            layer if layer in self._names.values() else location.layer,
-            source or location.source,
-        )
+        part: Part = "backward" if is_backward else location.part
+        here = _Location(part, layer if layer in self._names.values() else location.layer, source or location.source)
         schema = OperatorSchema(name, (), (), has_values=True, is_random=is_random)
         self._add_row(first + index, schema, None, output, value, here)
 

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from ..actions.gradient_statistics import MicroGradients
+from ..actions.context_sums import MicroGradients
 from ..tables.reasons import CLEARED
 from ..tables.statistics import NOISE
-from .attached_hook import AttachedHook, fire_all
+from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
-from .direct import batched_launch
-from .gradient_scaling import unscaled
-from .hook_group_interface import HookGroup
-from .optimizer_owners import OptimizerHooks, parameter_ids
-from .plain_calls import CallIndices
+from .hook_group import HookGroup
+from .optimizer import OptimizerHooks, parameter_ids
+from .plain_calls import CallIndices, batched_launch
 
 
 class GradientHooks(HookGroup):

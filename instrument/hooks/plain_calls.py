@@ -1,19 +1,33 @@
-"""The C extension for calls of modules whose hooks have no stages (`plain_calls.c`), and Python fallbacks if it is not built.
+"""Hooks whose specs have no stage that needs the context of a call, with C code for the calls of modules (`plain_calls.c`).
 
-With the fallbacks, all calls run Python code.
+Stages are: a range of calls, a path in the values, a split dimension, a selected part, a condition, a kept tensor, a shard, a placement
+that depends on the tensor, and a gradient scaler if the hook changes gradients or all processes merge its rows. Without stages, recording
+is one call of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors
+and hooks. If the C code is not built, all calls run Python code.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
-from .clock import FiringIndex, graph_task
+from ..actions.base import Context, Rows
+from ..actions.clip import Clip
+from ..actions.intervention import Intervention, describe, effect_of
+from ..actions.record import Record
+from ..actions.scale import Scale
+from ..errors import HookError, InstrumentError, user_code_location
+from ..values.nested import structure
+from .clock import FIRST_CALL, FiringIndex, graph_task
 from .gradient_hooks import register_at_base
 
 __all__ = ["CallIndices", "FiringCounts", "PlainCalls", "Recording", "update_counts"]  # of the C extension
@@ -80,3 +94,150 @@ except ImportError:
         """For type checks. It has no objects, and neither has `PlainCalls`."""
 
     PlainCalls = Recording  # type: ignore[misc, assignment]
+
+
+AttachedHook = Any
+"""An `instrument.hooks.attached_hook.AttachedHook`, whose module imports this one."""
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Direct = Callable[[Tensor, str, FiringIndex], Tensor | None]
+"""Gets a tensor, its path and the firing. Returns the tensor that replaces it. Returns None, and does nothing, if the tensor is not plain,
+or if the scale of its gradient scaler has changed in this step."""
+
+
+def direct_of(attached: AttachedHook) -> Direct | None:
+    """Return what a hook does with a plain tensor; None if its action or its spec needs more."""
+    action, spec, clock = attached.action, attached.site.spec, attached.clock
+    has_stages = (
+        attached.calls is not None
+        or attached.selector is not None
+        or attached.split_dim is not None
+        or attached.condition is not None
+        or spec.keep_as is not None
+        or not (spec.functions or attached.matches_path(""))
+        or (clock.layout is not None and clock.layout.is_model_parallel)
+    )
+    if has_stages:
+        return None
+    is_scaled = attached.is_scaled and clock.amp_scale is not None
+    if isinstance(action, Record):
+        is_plain = action.measurement.is_plain and not (action.tables or action.keeps_tensors)
+        return _recording(attached, action, is_scaled) if is_plain and action.measurement.unit_dim is None else None
+    is_change = isinstance(action, Intervention) and isinstance(action.change, Clip | Scale) and not is_scaled
+    return _changing(attached, cast(Intervention, action)) if is_change and spec.definition.family == "module" else None
+
+
+class _Slots(dict[tuple[str, FiringIndex, type], int]):
+    """The slots of the rows of a site: by the path, the firing and the class of the module, which a parametrization changes."""
+
+    def __init__(self, attached: AttachedHook, slot_of: Callable[[Context], int]) -> None:
+        super().__init__()
+        self._attached, self._slot_of = attached, slot_of
+
+    def __missing__(self, key: tuple[str, FiringIndex, type]) -> int:
+        path, firing, _ = key
+        self[key] = slot = self._slot_of(self._attached.context(path, firing))
+        return slot
+
+
+def _recording(attached: AttachedHook, action: Record, is_scaled: bool) -> Direct | None:
+    rows, measurement, clock = action.rows, action.measurement, attached.clock
+    context = attached.context("", FIRST_CALL)
+    slab = rows.slab_of(context)
+    if slab is None or (is_scaled and (rows.merges(context) or "fingerprint" in measurement.statistics)):
+        return None
+    slots = _Slots(attached, lambda context: rows.slot("stats", context, measurement.names, is_scaled=is_scaled))
+    record = Recording(
+        slab,
+        attached,
+        clock,
+        slots,
+        attached.site.layer.module,
+        measurement.further,
+        attached.frequency == "step",
+        attached.site.spec.definition.gradient,  # the original pass has recorded the other values
+    )
+    if not is_scaled:
+        return record
+    return lambda tensor, path, firing: record(tensor, path, firing) if rows.set_scale(clock.amp_scale()) else None
+
+
+def are_recordings(attached_hooks: Sequence[AttachedHook]) -> bool:
+    """Return whether all sites only record statistics by one call of the C extension. True for no sites."""
+    return all(isinstance(attached.direct, Recording) for attached in attached_hooks)
+
+
+def batched_launch(attached_hooks: Sequence[AttachedHook]) -> AbstractContextManager[None]:
+    """Return a block in which sites measure tensors on a device with one launch per device and dtype, when it ends.
+
+    It does nothing if any site does more than record statistics. The tensors must not be changed or freed in the block.
+    """
+    if attached_hooks and are_recordings(attached_hooks):
+        rows: Rows = attached_hooks[0].action.rows
+        return rows.batched_launch()
+    return nullcontext()
+
+
+def _changing(attached: AttachedHook, action: Intervention) -> Direct:
+    change, clock, rows = action.change, attached.clock, action.rows
+    held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
+    slots, module = _Slots(attached, lambda context: rows.slot("effects", context, ())), attached.site.layer.module
+    context = attached.context("", FIRST_CALL).without_tensors()
+    is_repeated = attached.site.spec.definition.repeats
+
+    def direct(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
+        if not is_plain_float(tensor) or (firing.recompute and is_repeated):
+            return None
+        if tensor.is_cuda:
+            check_not_captured(context)
+        if attached.checked_paths is not None:
+            attached.check_shape(path, tensor)
+        context.moment = moment = clock.moment
+        new, factor = call_action(change, tensor, context)
+        number = factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
+        if not rows.record_plain_effect(tensor, new, slots[path, firing, type(module)], moment, number, held):
+            effect = effect_of(tensor, new, number, tensor.numel())
+            effect.held = held
+            rows.add_effect(attached.context(path, firing), effect)
+        return new
+
+    return direct
+
+
+def is_plain_float(tensor: object) -> bool:
+    """Return whether a value is a floating-point tensor of no subclass with strided memory on the CPU or a GPU."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
+        and not tensor.is_nested
+        and not tensor.is_inference()
+    )
+
+
+def check_not_captured(context: Context) -> None:
+    """Raise a `HookError` if the current code becomes a CUDA graph."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise HookError(
+            f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
+            "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
+        )
+
+
+def call_action(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
+    """Call an action. An error of another class becomes a `HookError` that names the hook."""
+    try:
+        return action(given, context)
+    # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
+    except (InstrumentError, _StopRecomputationError):
+        raise
+    except Exception as error:
+        raise failed(error, given, context) from error
+
+
+def failed(error: Exception, given: Any, context: Context) -> HookError:
+    """Return the error of an action that failed on a tensor, or on several."""
+    cause = f"{type(error).__name__}: {error}{user_code_location(error)}"
+    return HookError(f"{describe(context)} failed: {cause}; the tensor is {structure(given)}")

@@ -16,7 +16,7 @@ from .attached_hook import AttachedHook
 from .clock import Clock
 from .collectives import CollectiveHooks
 from .functions import FunctionHooks, FunctionPauses, FunctionThreads
-from .hook_group_interface import HookGroup
+from .hook_group import HookGroup
 from .loss import LossHooks
 from .module_calls import Calls
 from .module_hooks import ModuleHooks

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from ..tables.reasons import CHECKPOINT, NO_STATE
 from .attached_hook import AttachedHook
-from .hook_group_interface import InertWhenCopied
-from .optimizer_owners import OptimizerHooks
+from .hook_group import InertWhenCopied
+from .optimizer import OptimizerHooks
 
 _HOOKS = {  # by kind, the method that is the hook
     "state_dict_pre": "on_values",

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import pyarrow as pa
+import torch
 from torch import Tensor
 
 from ..analysis.load import Run, load
-from ..analysis.memory_files import MemoryFiles
 from ..analysis.run_tables import IN_MEMORY, check_is_table
 from ..config.run_changes import Settings
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe
 from ..storage.memory import MemorySink
-from ..tables.schemas import TABLES
-from ..tables.sink_interface import Sink
+from ..storage.row_batches import as_batch, as_table
+from ..storage.run_files import RunFiles
+from ..storage.tensors import rows_of
+from ..tables.schemas import POSITION, TABLES, Table
+from ..tables.sink_interface import Row, Sink
 from ..training.control import Control
 
 
@@ -63,9 +69,8 @@ class AttachedProbe(Probe):
             InstrumentError: The block has ended.
         """
         if self._status != "running":
-            raise InstrumentError(
-                "the block of the probe has ended, which removed its hooks: call end_step inside the block"
-            )
+            message = "the block of the probe has ended, which removed its hooks: call end_step inside the block"
+            raise InstrumentError(message)
         row = super().end_step(loss=loss, samples=samples, **metrics)
         if self._control is not None:
             self._control.end_step()
@@ -114,3 +119,56 @@ class AttachedProbe(Probe):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *TABLES, *(name for name in dir(Run) if not name.startswith("_"))})
+
+
+T = TypeVar("T")
+
+
+class MemoryFiles(RunFiles):
+    """The rows of a `MemorySink` as Arrow tables. New rows are converted when a table is read."""
+
+    def __init__(self, sink: MemorySink, info: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(IN_MEMORY)
+        self.sink = sink
+        self._info = info
+        self._pieces: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+
+    def info(self) -> dict[str, Any]:
+        """Return the content that run.json would have."""
+        return self._info()
+
+    def table_files(self, name: str) -> tuple[list[Path], list[pa.Table]]:
+        """Return no Parquet files, and the rows of a table."""
+        if name == "tensors":
+            self.sink.wait()
+        pieces = self._pieces[name]
+        rows, table = self.sink.rows[name][sum(map(len, pieces)) :], TABLES[name]
+        if rows and name == "tensors":
+            pieces.append(_tensors(rows))
+        elif rows:
+            plain = pa.Table.from_batches([as_batch(table, rows)])
+            if table.is_sorted:
+                plain = plain.append_column(POSITION.name, pa.array(_positions(table, rows), POSITION.type))
+            pieces.append(as_table(table, plain))
+        return [], list(pieces)
+
+    def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:  # noqa: ARG002
+        """Call `operation` and return its result."""
+        return operation()
+
+
+def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
+    """Return the index of each row among the rows of its step and phase, which follow each other."""
+    step, phase = table.names.index("step"), table.names.index("phase")
+    moments = [(row[step], row[phase]) for row in rows]
+    is_first = np.array([True, *(one != other for one, other in pairwise(moments))])
+    index = np.arange(len(rows))
+    return index - np.maximum.accumulate(np.where(is_first, index, 0))
+
+
+def _tensors(rows: Sequence[Row]) -> pa.Table:
+    def stored(row: Row) -> tuple[Row, torch.Tensor, bool]:
+        *columns, tensor, _ = row
+        return tuple(columns), tensor.reshape(-1), tensor.dtype == torch.float32
+
+    return as_table(TABLES["tensors"], rows_of(map(stored, rows)))

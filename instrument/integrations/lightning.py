@@ -133,6 +133,4 @@ def _clipping(trainer: Trainer, module: LightningModule) -> str | None:
     """Return the setting with which Lightning clips gradients; None if it does not."""
     if is_overridden("configure_gradient_clipping", module):
         return "configure_gradient_clipping"
-    if trainer.gradient_clip_val:
-        return f"gradient_clip_val={trainer.gradient_clip_val}"
-    return None
+    return f"gradient_clip_val={trainer.gradient_clip_val}" if trainer.gradient_clip_val else None

@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..hooks.optimizer_owners import parameter_ids
+from ..hooks.optimizer import parameter_ids
 from ..runtime.deferred_interrupts import signal_safe_contextmanager
 from ..storage.run_folder import DiscardedRunError
-from .observed_calls import CLIPPING, ObservedFunction
-from .trainer_callback import TrainerCallbackBase
+from .trainer_callback import CLIPPING, ObservedFunction, TrainerCallbackBase
 
 BACKWARD = ObservedFunction(Accelerator, "backward", "loss")
 

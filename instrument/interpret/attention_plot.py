@@ -99,8 +99,7 @@ def attention(
     more = f", {MAX_LAYERS} of {len(shown)} layers" if len(shown) > MAX_LAYERS else ""
     more += ", first call of each module" if len(first) < len(tensors) else ""
     where = f"{shown[0].location}: " if len(rows) == 1 else ""
-    title = f"{where}{shown[0].series.label}, step {batch.step:,}, sample {name}{more}"
-    return with_title(plain(title, 110))
+    return with_title(plain(f"{where}{shown[0].series.label}, step {batch.step:,}, sample {name}{more}", 110))
 
 
 def _tensors(
@@ -127,8 +126,7 @@ def _tensors(
         shapes = {one.location: f"{one.location} {list(one.source_shape)}" for one in chosen}
         message = "these tensors are not attention probabilities: they are negative, or do not sum to 1 over the last dimension"
         fix = f"{_HOW_TO_RECORD}; or pass the name of a location with a path, or hook=, to draw any values"
-        given = shorten([*shapes.values()])
-        raise InstrumentError(Problem("layer", message, given, fix=fix))
+        raise InstrumentError(Problem("layer", message, shorten([*shapes.values()]), fix=fix))
     tensors = (probable or named) if chosen else selected
     series = select_series(list(dict.fromkeys(one.series for one in tensors)), hook=hook, phase=phase)
     return [one for one in tensors if one.series == series]

@@ -169,9 +169,8 @@ def _attributed(row: Any, clean: int | None, taken: Sequence[Sequence[int]] | No
     value, gradient = (np.asarray(row[name], np.float64) for name in ("values", "values_gradient"))
     if value.shape != gradient.shape:
         fix = "use the same selection in both hooks"
-        raise InstrumentError(
-            Problem("layers", "the gradients have another shape", gradient.shape, value.shape, fix=fix)
-        )
+        message = "the gradients have another shape"
+        raise InstrumentError(Problem("layers", message, gradient.shape, value.shape, fix=fix))
     if clean is None:
         return np.asarray(value * gradient)
     samples = [*(range(len(value)) if taken is None else taken[0])] if value.ndim else []

@@ -123,10 +123,7 @@ def make_attribution(
         parts = parts_of(heads, joined.shape, taken.get(at))
         cells[label] = {name: float(joined[part].sum()) / batches for name, part in parts.items()}
         effects[label] = {} if exact is None else exact[at]
-    grid, of_exact = (
-        pd.DataFrame([*each.values()], pd.Index([*each], name="layers"), dtype="float64").rename_axis(
-            "positions" if heads is None else "heads", axis=1
-        )
-        for each in (cells, effects)
-    )
+    name = "positions" if heads is None else "heads"
+    tables = (pd.DataFrame([*each.values()], [*each], dtype="float64") for each in (cells, effects))
+    grid, of_exact = (each.rename_axis("layers").rename_axis(name, axis=1) for each in tables)
     return Attribution(method, of, values, grid, change, None if exact is None else of_exact)

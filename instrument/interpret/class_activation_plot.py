@@ -14,9 +14,8 @@ from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from ..plot.axes_and_scales import new_charts, plain, width_or
 from ..plot.feature_maps import add_scale, draw_image, with_title
-from ..plot.look import Look
+from ..plot.look import SIGNED, Look
 from ..plot.plot_function import plot
-from ..plot.style import SIGNED
 from .class_activation import ClassActivation
 from .class_activation import class_activation_map as compute
 from .recorded_layers import Recorded, positions_of
@@ -120,8 +119,7 @@ def _draw(axes: Axes, values: Array, image: Array | None, bounds: tuple[float, f
     over: dict[str, Any] = (
         {"interpolation": "nearest"} if image is None else {"interpolation": "bilinear", "alpha": OPACITY}
     )
-    cmap = SIGNED if low < 0 else None
-    drawn = axes.imshow(values, cmap=cmap, vmin=low, vmax=high, extent=extent, **over)
+    drawn = axes.imshow(values, cmap=SIGNED if low < 0 else None, vmin=low, vmax=high, extent=extent, **over)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(plain(title))

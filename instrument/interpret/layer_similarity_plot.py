@@ -8,16 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.plot_data import short_names
-from ..plot.axes_and_scales import (
-    LONGEST,
-    colours,
-    draw_cells,
-    finished,
-    height_of,
-    new_charts,
-    plain,
-    width_of,
-)
+from ..plot.axes_and_scales import LONGEST, colours, draw_cells, finished, height_of, new_charts, plain, width_of
 from ..plot.look import Look
 from ..plot.plot_function import plot
 

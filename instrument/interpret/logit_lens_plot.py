@@ -61,8 +61,7 @@ def logit_lens(
     Raises:
         InstrumentError: The table has no rows of the sample or lacks a column.
     """
-    columns = ("layer", "sample", "position", "top_tokens", "top_log_probs", "target")
-    check_columns(table, "logit lens", columns)
+    check_columns(table, "logit lens", ("layer", "sample", "position", "top_tokens", "top_log_probs", "target"))
     name = table["sample"].iloc[0] if sample is None else sample
     check_choice(str(name), [str(each) for each in table["sample"].unique()], "sample", "the table has no such sample")
     rows = table[table["sample"].astype(str) == str(name)]
@@ -96,8 +95,7 @@ def logit_lens(
             axes.add_patch(_frame(x, y))
     label_locations(axes, layers, middle=0.5)
     label_columns(axes, list(labels.values()))
-    has_targets = rows["target"].notna().any()
-    axes.set_xlabel("position: target" if has_targets else "position")
+    axes.set_xlabel("position: target" if rows["target"].notna().any() else "position")
     colour_bar(axes, cells, "probability", ROW * len(layers))
     more = f", {len(shown)} of {len(positions)} positions" if len(shown) < len(positions) else ""
     note = "\nframed: the target" if any(is_target for *_, is_target in texts) else ""

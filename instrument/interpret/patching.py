@@ -14,17 +14,15 @@ import pandas as pd
 
 from ..analysis.config_comparison import HOOKS, Training, differing_overrides, trainings
 from ..analysis.config_fields import canonical_json, to_yaml
-from ..analysis.config_key_effects import student
+from ..analysis.config_key_effects import Means, averaged_columns, keys_of, means_of, student
 from ..analysis.load import Run
-from ..analysis.means_over_steps import Means, averaged_columns, keys_of, means_of
 from ..analysis.plot_data import check_choice
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
 from ..plot.axes_and_scales import colours, draw_cells, finished, new_charts, plain, token_label, width_of
 from ..plot.compare import METRICS, combine_runs
-from ..plot.look import Look, current
+from ..plot.look import Look, axis_name, current
 from ..plot.plot_function import plot
-from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
 from .attribution_result import Attribution
 
@@ -78,10 +76,8 @@ def patching(
         given = {"layer": layer, "hook": hook, "intervention": intervention, "baseline": baseline}
         for name in (name for name, value in given.items() if value is not None):
             raise InstrumentError(Problem(name, "does not apply to an attribution", given[name], fix="leave it out"))
-        agreement = (
-            "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
-        )
-        title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreement}"
+        agreed = "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
+        title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreed}"
         return _draw_figure(sweep.grid, tokens, title, f"contribution to {sweep.of}", "no such position")
     numbers, grid = _numbers_of(sweep, metric, layer, hook, intervention, baseline)
     name, is_difference = METRICS.get(metric) or axis_name(metric), baseline is not None or grid.has_baseline
@@ -384,8 +380,7 @@ def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -
     others: dict[tuple[str | None, ...], dict[str, str]] = {}
     for training in treated:
         leaves = dict(training.leaves)
-        at = tuple(leaves.pop(start + key, None) for key in keys)
-        first = others.setdefault(at, leaves)
+        first = others.setdefault(tuple(leaves.pop(start + key, None) for key in keys), leaves)
         if first != leaves:
             names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
             message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
@@ -453,10 +448,8 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
     wanted = {columns.index(name): value for name, value in where.items() if value is not None}
     matches = [i for i in known if all(means.locations[i][column] == value for column, value in wanted.items())]
     if len(matches) != 1:
-        shown = [
-            ", ".join(f"{key}={cell!r}" for key, cell in zip(columns, means.locations[i], strict=True) if cell)
-            for i in matches or known
-        ]
+        located = (zip(columns, means.locations[i], strict=True) for i in matches or known)
+        shown = [", ".join(f"{key}={cell!r}" for key, cell in cells if cell) for cells in located]
         message = f"{'several locations have' if matches else 'no location has'} this statistic; select one with layer= and hook="
         raise InstrumentError("\n    ".join([str(Problem("metric", message, statistic)), *shown[:MAX_NAMES]]))
     return _mean(means, statistic, matches)

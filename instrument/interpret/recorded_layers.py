@@ -209,9 +209,8 @@ class Recorded:
             InstrumentError: A layer has no tensors, or there are none.
         """
         if run.folders != [run.path]:
-            raise InstrumentError(
-                Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them")
-            )
+            message = f"the folder contains {len(run.folders)} runs"
+            raise InstrumentError(Problem("run", message, fix="load one of them"))
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(("float", "bfloat"))
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
@@ -257,9 +256,8 @@ class Recorded:
         for name in ("hook", "phase", "path", "call"):
             if rows[name].nunique() > 1:
                 values = ", ".join(map(repr, rows[name].unique()))
-                raise InstrumentError(
-                    Problem(name, f"layer {layer!r} has tensors of several values", values, fix=f"pass {name}=")
-                )
+                message = f"layer {layer!r} has tensors of several values"
+                raise InstrumentError(Problem(name, message, values, fix=f"pass {name}="))
         rows = rows.sort_values(["step", "micro_step", "rank"], kind="stable")
         if len({values.shape[1:] for values in rows["values"]}) > 1:
             raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))

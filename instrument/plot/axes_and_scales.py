@@ -13,8 +13,7 @@ from ..analysis.plot_data import Matrix, short_names
 from ..analysis.tensor_images import limits as symmetric_limits
 from ..errors import InstrumentError, Problem
 from ..tables.statistics import statistic_of
-from .look import current
-from .style import CATEGORIES, SIGNED, WIDE, ZERO
+from .look import CATEGORIES, SIGNED, WIDE, ZERO, current
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -44,10 +44,9 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current
+from .look import Look, axis_name, current
 from .plot_function import plot
 from .source import REQUIRED_COLUMNS, check_columns, check_type, series_with
-from .style import axis_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -193,8 +192,7 @@ def _over_locations(
     locations = list(row_locations(rows, order).cat.categories)
     values, steps = {}, set()
     for run, part in rows.groupby("run", sort=False):
-        last = part[part["step"] == part["step"].max()]
-        table = matrices(last, [name], order, 1)[name]
+        table = matrices(part[part["step"] == part["step"].max()], [name], order, 1)[name]
         values[str(run)] = pd.Series(table.values[:, 0], index=table.locations)
         steps.add(int(table.last[0]))
     when = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
@@ -399,9 +397,7 @@ def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
     labels = {run: overrides_text(row) for run, row in overrides.iterrows()}
     counts = Counter(labels.values())
     unique = {label for label in counts if label and counts[label] == 1 and len(label) <= LONG}
-    return {
-        str(run): label if label in unique else " ".join([str(run), label]).strip() for run, label in labels.items()
-    }
+    return {str(run): label if label in unique else f"{run} {label}".strip() for run, label in labels.items()}
 
 
 def overrides_text(row: pd.Series) -> str:

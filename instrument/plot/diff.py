@@ -24,9 +24,8 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current
+from .look import ZERO, Look, current
 from .plot_function import plot
-from .style import ZERO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,10 +22,9 @@ from ..analysis.tensor_images import (
 )
 from ..errors import InstrumentError
 from .axes_and_scales import new_charts, plain, width_or
-from .look import CommonLook, current
+from .look import SIGNED, CommonLook, current
 from .plot_function import plot
 from .source import at_layers, check_source
-from .style import SIGNED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,15 +185,13 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     small = smaller(tile, max(1, PIXELS // columns))
     shown = relative_to_channels(small) if bounds is None else small
     low, high = bounds or limits(shown)
-    cmap = SIGNED if low < 0 else None
-    drawn = axes.imshow(mosaic(shown), cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+    drawn = axes.imshow(mosaic(shown), cmap=SIGNED if low < 0 else None, vmin=low, vmax=high, interpolation="nearest")
     _number(axes, small, columns)
     add_scale(axes, drawn, "of the channel's largest magnitude" if bounds is None else "")
     count, of = (" x ".join(map(str, shape[:-2])) for shape in (tile.shape, values.shape))
     noun = what.removesuffix("s") if of == "1" else what
-    caption = (
-        f"{count if count == of else f'the first {count} of {of}'} {noun}, {' x '.join(map(str, values.shape[-2:]))}"
-    )
+    shown_count = count if count == of else f"the first {count} of {of}"
+    caption = f"{shown_count} {noun}, {' x '.join(map(str, values.shape[-2:]))}"
     bad = int(np.size(values) - np.isfinite(values).sum())
     caption += f", averaged to {' x '.join(map(str, small.shape[-2:]))}" if small.shape != tile.shape else ""
     caption += f", {bad:,} non-finite elements" if bad else ""
@@ -233,6 +230,5 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
 
 def add_scale(axes: Axes, drawn: AxesImage, label: str = "") -> None:
     """Add a color bar at the right edge of an image."""
-    room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
-    bar = axes.figure.colorbar(drawn, cax=room, format="%.3g").ax
+    bar = axes.figure.colorbar(drawn, cax=axes.inset_axes((1.03, 0.0, 0.05, 1.0)), format="%.3g").ax
     bar.set_ylabel(label)

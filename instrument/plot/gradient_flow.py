@@ -22,10 +22,9 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current
+from .look import Look, axis_name, current
 from .plot_function import plot
 from .source import series_with, table_of
-from .style import axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

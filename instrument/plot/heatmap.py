@@ -8,14 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import (
-    forward_order,
-    matrices,
-    row_locations,
-    select_series,
-    shown_first,
-    statistics_in,
-)
+from ..analysis.plot_data import forward_order, matrices, row_locations, select_series, shown_first, statistics_in
 from ..tables.statistics import statistic_of
 from .axes_and_scales import (
     add_hatch,
@@ -31,10 +24,9 @@ from .axes_and_scales import (
     new_charts,
     width_of,
 )
-from .look import Look
+from .look import ZERO, Look, axis_name
 from .plot_function import plot
 from .source import series_with, table_of
-from .style import ZERO, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,6 +94,5 @@ def heatmap(
         axes.plot(places[:, 1], places[:, 0], "x", **marks)
     ylabel = f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order"
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
-    merged = statistic_of(name).merged
-    xlabel = "step" + merge_note(table, rows["step"].nunique(), merged, several)
+    xlabel = "step" + merge_note(table, rows["step"].nunique(), statistic_of(name).merged, several)
     return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 import pandas as pd
 
-from ..analysis.importance import importance_of
+from ..analysis.config_key_effects import importance_of
 from ..analysis.load import Run
 from .axes_and_scales import colour_of, finished, height_of, label_locations, new_charts, scale, width_of
 from .compare import final_values
@@ -28,7 +28,7 @@ def importance(
     """Plot the fraction of the variance of the last value of a metric that each override of a sweep explains.
 
     The bars are the main effects of the overrides, with the rest as interactions; the seed is an override too. The error
-    bars are 95% intervals over the bootstrap samples of a regression forest; see `instrument.analysis.importance_of`.
+    bars are 95% intervals over the bootstrap samples of a regression forest; see `instrument.analysis.config_key_effects.importance_of`.
 
     Args:
         runs: A `Run` that contains several runs, a list of runs, or rows of the metrics table of several runs.

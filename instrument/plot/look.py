@@ -1,6 +1,8 @@
-"""The arguments that all plots have in common: width, labels, scale, interval and axes; and the style of the figures.
+"""The arguments that all plots have in common: width, labels, scale, interval and axes; and the style, colors and labels of figures.
 
 The style follows `matplotlib.rcParams`: the values of `STYLE` replace only those that have the default of matplotlib.
+Categories use the palette of Okabe and Ito (2008), which is safe for color vision deficiencies. Magnitudes use `image.cmap` of
+matplotlib, by default viridis. Signed values use RdBu, with red for positive values and zero in the middle.
 This module does not import matplotlib.
 """
 
@@ -13,11 +15,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..analysis.config_key_effects import CONFIDENCE
 from ..fields.pip_extras import packages_of
-from .style import CATEGORIES
+from ..tables.statistics import statistic_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
+
+CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+SIGNED = "RdBu_r"
+ZERO = "#9a9a9a"  # color of zeros on a logarithmic scale
+WIDE = 100.0  # ratio of largest to smallest value from which a scale is logarithmic
+
+_LABELS = {"count": "elements", "units": "fraction of units", "value": "", "custom": ""}  # of units with another name
+
+
+def axis_name(statistic: str) -> str:
+    """Return the name of a statistic with its unit, such as `l2` or `zero_fraction [fraction]`."""
+    unit = statistic_of(statistic).unit
+    label = _LABELS.get(unit, unit)
+    return f"{statistic} [{label}]" if label and label not in statistic else statistic
+
 
 MIN_SEEDS = 3  # number of seeds from which means are drawn with intervals, if `interval` is not given
 SIZE = 8.0  # size of all text, in points
@@ -115,5 +132,4 @@ def style() -> AbstractContextManager[None]:
     wanted = STYLE | TRUETYPE | {"axes.prop_cycle": cycler(color=CATEGORIES)}
     if rcParams["font.size"] != rcParamsDefault["font.size"]:
         wanted |= {name: rcParams["font.size"] for name, value in STYLE.items() if value == SIZE}
-    unchanged = {name: value for name, value in wanted.items() if rcParams[name] == rcParamsDefault[name]}
-    return rc_context(unchanged)
+    return rc_context({name: value for name, value in wanted.items() if rcParams[name] == rcParamsDefault[name]})

@@ -1,19 +1,24 @@
-"""The decorator and the registry of plot functions."""
+"""The decorator and the registry of plot functions. It fits the text of a figure: labels that would overlap are omitted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
+from itertools import pairwise
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from ..errors import InstrumentError, Problem, similar_names
 from ..fields.registry import Registry
-from .fit import fit
 from .look import CURRENT, Current, Look, current, style
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
 
 P = ParamSpec("P")
 NARROWEST = 2.0  # minimum width of a figure, in inches
@@ -53,11 +58,8 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
     """
 
     def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
-        own = {
-            name
-            for name, parameter in signature(function).parameters.items()
-            if parameter.kind is not parameter.VAR_KEYWORD
-        }
+        parameters = signature(function).parameters.items()
+        own = {name for name, each in parameters if each.kind is not each.VAR_KEYWORD}
 
         @wraps(function)
         def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -89,13 +91,144 @@ def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
     for key, reason in refused.items():
         if look.get(key) is not None:
             takes = [other for other, plot in PLOTS.items() if key not in getattr(plot, "refused", {key: ""})]
-            raise InstrumentError(
-                Problem(key, f"{name} {reason}", repr(look.get(key)), f"in {', '.join(sorted(takes))}")
-            )
+            allowed = f"in {', '.join(sorted(takes))}"
+            raise InstrumentError(Problem(key, f"{name} {reason}", repr(look.get(key)), allowed))
     for key, (is_right, message, allowed) in CHECKS.items():
         if (value := look.get(key)) is not None and not is_right(value):
             raise InstrumentError(Problem(key, message, f"{value!r} ({type(value).__name__})", allowed))
     if look.get("ax") is not None and look.get("width") is not None:
-        raise InstrumentError(
-            Problem("width", "axes have the width of their figure", look.get("width"), fix="omit width or ax")
-        )
+        message = "axes have the width of their figure"
+        raise InstrumentError(Problem("width", message, look.get("width"), fix="omit width or ax"))
+
+
+GAP, ACROSS = 2.0, 6.0  # minimum distance of two labels above and next to each other, in pixels
+MAX_TEXTS = 12  # maximum number of texts in an error message
+BAR = "<colorbar>"  # the label that matplotlib gives the axes of a color bar
+
+
+def fit(figure: Figure, drawn: Sequence[Axes]) -> None:
+    """Replace texts by those of `labels`, and fit all text to the size of the figure.
+
+    Args:
+        figure: The figure, which is laid out.
+        drawn: The axes that the plot added or drew into.
+    """
+    every: list[Any] = [one for axes in drawn for one in (axes, *axes.child_axes)]
+    place = current().place  # with the titles of the whole figure, or of the subfigure in the place of given axes
+    above = [] if place is None else [text for text in place.texts if text.get_text()]
+    _rename(every, above)
+    figure.draw_without_rendering()
+    before = _height(drawn)
+    broken = [_wrap(text, place.bbox.height if text.get_rotation() else place.bbox.width) for text in above]  # type: ignore[union-attr]
+    others = [axes for axes in figure.axes if axes.get_label() != BAR]
+    for axes in every:
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            broken.append(_wrap(text, _room(axes, others, is_vertical=text is axes.yaxis.label)))
+    if any(broken):
+        figure.draw_without_rendering()
+        if current().grow(before - _height(drawn)):
+            figure.draw_without_rendering()
+    for axes in every:
+        boxes = [box for *_, box in _labels(axes.xaxis)]
+        if (
+            axes.xaxis.get_tick_params().get("rotation") and boxes
+        ):  # vertical labels, which may have room to be horizontal
+            gap = min((b.x0 - a.x0 for a, b in pairwise(boxes)), default=axes.bbox.width)
+            if max(box.height for box in boxes) + GAP <= gap:
+                axes.xaxis.set_tick_params(rotation=0)
+        _thin(axes.xaxis)
+        _thin(axes.yaxis)
+        _fit_cells(axes)
+
+
+def _height(drawn: Sequence[Axes]) -> float:
+    """Return the sum of the heights of the charts of the first column, in pixels."""
+    specs = [(axes, axes.get_subplotspec()) for axes in drawn]
+    return sum(axes.bbox.height for axes, spec in specs if spec is not None and spec.colspan.start == 0)
+
+
+def _rename(drawn: Sequence[Axes], above: Sequence[Text]) -> None:
+    """Replace the texts that are not names of data."""
+    look = current()
+    charts = [axes for axes in drawn if axes.get_label() != BAR]
+    at = {text: text.get_position() for text in above}
+    roles = {
+        "title": [text for text in above if at[text][1] > 0.9] or [axes.title for axes in charts[:1]],
+        "x": [*(axes.xaxis.label for axes in charts), *(text for text in above if at[text][1] < 0.1)],
+        "y": [*(axes.yaxis.label for axes in charts), *(text for text in above if at[text][0] < 0.1)],
+        "color": [axes.yaxis.label for axes in drawn if axes.get_label() == BAR],
+    }
+    for text in [*above, *(text for axes in drawn for text in (axes.title, axes.xaxis.label, axes.yaxis.label))]:
+        if text.get_text() and (new := look.label(text.get_text())) is not None:
+            text.set_text(new)
+    for role in roles.keys() & look.labels.keys() - look.found:
+        for text in roles[role]:
+            text.set_text(look.labels[role] if text.get_text() else "")
+    known = [text for text in look.texts if "\n" not in text]
+    for key in (key for key in look.labels if key not in look.found and key not in roles):
+        allowed = [*known[:MAX_TEXTS], *roles]
+        similar = similar_names(key, known)
+        raise InstrumentError(Problem("labels", "the figure has no such text", repr(key), allowed, similar))
+
+
+def _room(axes: Axes, others: Sequence[Axes], *, is_vertical: bool) -> float:
+    """Return the length of a text that is centered at a chart, in pixels: to the edges, and half the way to charts next to it."""
+    along, across = ("intervaly", "intervalx") if is_vertical else ("intervalx", "intervaly")
+    low, high = getattr(axes.bbox, across)
+    whole, middle = getattr(axes.get_figure(root=False).bbox, along), getattr(axes.bbox, along).mean()  # type: ignore[union-attr]
+    beside = [b for b in (each.bbox for each in others) if getattr(b, across)[0] < high and low < getattr(b, across)[1]]
+    gaps = [abs(getattr(b, along).mean() - middle) for b in beside]
+    return float(min([2 * (middle - whole[0]), 2 * (whole[1] - middle), *(gap for gap in gaps if gap > 1)]))
+
+
+def _wrap(text: Text, room: float) -> bool:
+    """Break the lines of a text that are longer than the room, in pixels, and return whether there are any."""
+    before = shown = text.get_text()
+    longest = max(map(len, shown.splitlines()), default=0)
+    while longest > 8 and (length := _length(text)) > room - GAP:
+        longest = min(longest - 1, int(longest * room / length))
+        text.set_text("\n".join(fill(line, max(8, longest)) for line in shown.splitlines()))
+    return text.get_text() != before
+
+
+def _length(text: Text) -> float:
+    box = text.get_window_extent()
+    return box.height if text.get_rotation() else box.width
+
+
+def _labels(axis: Axis) -> list[tuple[float, str, Bbox]]:
+    """Return position, text and padded box of the visible labels of an axis."""
+    ends = sorted(axis.get_view_interval())
+    slack, found = 1e-6 * (ends[1] - ends[0]), []
+    for at, label in zip(axis.get_majorticklocs().tolist(), axis.get_majorticklabels(), strict=False):
+        if ends[0] - slack <= at <= ends[1] + slack and label.get_visible() and label.get_text():
+            gap = GAP if label.get_rotation() else ACROSS
+            found.append((at, label.get_text(), label.get_window_extent().padded(gap / 2, GAP / 2)))
+    return found
+
+
+def _thin(axis: Axis) -> None:
+    """Show every n-th label of an axis if its labels overlap, with the smallest possible n."""
+    labels = _labels(axis)
+    for every in range(1, len(labels) + 1):
+        shown = labels[::every]
+        if not any(one[2].overlaps(two[2]) for one, two in pairwise(shown)):
+            if every > 1:
+                axis.set_ticks([at for at, *_ in shown], [text for _, text, _ in shown])
+            return
+
+
+def _fit_cells(axes: Axes) -> None:
+    """Shorten the tokens in cells to the width of a cell; remove numbers that are wider than their cells."""
+    corner, opposite = axes.transData.transform([(0, 0), (1, 1)])
+    width, height = abs(opposite - corner) - 1.0
+    texts = [text for text in axes.texts if text.get_gid() in ("number", "token")]
+    for text in texts:
+        shown = text.get_text()
+        while text.get_gid() == "token" and len(shown) > 1 and text.get_window_extent().width > width:
+            shown = shown.removesuffix("…")[:-1] + "…" if len(shown) > 2 else shown[:1]
+            text.set_text(shown)
+    boxes = [text.get_window_extent() for text in texts]
+    if any(box.height > height or box.width > width for box in boxes):
+        for text in texts:
+            text.remove()

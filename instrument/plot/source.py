@@ -57,9 +57,8 @@ def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUI
     if frame.empty:
         of_table = " or ".join(map(repr, TABLES[table].fields)) if table in TABLES else ""
         settings = {"stats": "'stats'", "tensors": "'tensors: true'"}.get(table, of_table)
-        raise InstrumentError(
-            f"the {table} table has no rows" + (f"; set {settings} in a record hook" if settings else "")
-        )
+        fix = f"; set {settings} in a record hook" if settings else ""
+        raise InstrumentError(f"the {table} table has no rows{fix}")
 
 
 def check_single_run(runs: list[str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from ..actions.record import Record
 from ..config.experiment import BudgetConfig
 from ..hooks.attached_hook import AttachedHook
-from ..hooks.hook_timer import MAX_FACTOR, HookTimer
+from ..hooks.clock import MAX_FACTOR, HookTimer
 from ..tables.sink_interface import EventWriter
 from .overhead import BLOCK, WARM_UP, Calibration, Overhead
 from .recorder import Recorder

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.functions import FunctionHooks, FunctionThreads
-from ..hooks.hook_group_interface import HookGroup, InertWhenCopied
+from ..hooks.hook_group import HookGroup, InertWhenCopied
 from ..hooks.loss import LossHooks
 from ..hooks.module_hooks import ModuleHooks
 from ..hooks.optimizer import StepHooks

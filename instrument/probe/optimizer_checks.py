@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, Problem, raise_problems, similar_names
-from ..hooks.optimizer_owners import parameter_ids
+from ..hooks.optimizer import parameter_ids
 from ..plan.hook_plan import HookPlan
 
 Optimizers = Optimizer | Sequence[Optimizer] | None

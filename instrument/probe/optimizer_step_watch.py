@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from ..errors import HookError
 from ..hooks.clock import Clock
-from ..hooks.hook_group_interface import HookGroup
-from ..hooks.optimizer import StepHooks
-from ..hooks.optimizer_owners import as_rate
+from ..hooks.hook_group import HookGroup
+from ..hooks.optimizer import StepHooks, as_rate
 
 
 class StepWatch(HookGroup):

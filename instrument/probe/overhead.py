@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..hooks.attached_hook import AttachedHook
-from ..hooks.hook_timer import HookTimer, overhead_factor, robust_variance
+from ..hooks.clock import HookTimer, overhead_factor, robust_variance
 
 WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
 MIN_STEPS = 5  # the minimum number of steps of each type

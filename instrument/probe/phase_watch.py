@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
-from ..hooks.hook_group_interface import InertWhenCopied
+from ..hooks.hook_group import InertWhenCopied
 from ..runtime.lazy_compiler import excluded_method
 from .scheduled_hooks import ScheduledHooks
 

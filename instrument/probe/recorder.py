@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..actions.base import EFFECT, Context, Effect, Number, Numbers, StepContext
-from ..actions.print import line_of
+from ..actions.record import line_of
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import take
 from ..rules.step_rows import RelationRow

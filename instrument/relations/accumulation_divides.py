@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .observed_calls import LossCall
+from .observations import LossCall
 from .relation import RELATIONS, Checked, Relation, Training
 
 MAX_LOSSES = 16  # of a micro-step; a loop may compute any number of losses before its step ends

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .observed_calls import LossCall, PairLossCall, is_readable
+from .observations import LossCall, PairLossCall, is_readable
 from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction

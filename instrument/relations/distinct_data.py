@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from .exchange import Exchange
-from .observed_calls import LoaderBatch, sampled_fingerprint
+from .observations import LoaderBatch, sampled_fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 from .replicas_equal import keeps_all_equal
 

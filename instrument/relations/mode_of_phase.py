@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from ..hooks.optimizer_owners import parameter_ids
+from ..hooks.optimizer import parameter_ids
 from .relation import RELATIONS, Checked, Relation, Training
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from ..hooks.optimizer_owners import as_rate, parameter_ids
+from ..hooks.optimizer import as_rate, parameter_ids
 from ..rules.step_rows import BoolArray, FloatArray
 from .relation import RELATIONS, Checked, Relation, Training
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..hooks.optimizer_owners import as_rate, parameter_ids
-from .observed_calls import ObservedFunctions
+from ..hooks.optimizer import as_rate, parameter_ids
+from .observations import ObservedFunctions
 from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged

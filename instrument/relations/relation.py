@@ -17,8 +17,15 @@ from torch.optim import Optimizer
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
-from .accumulated_gradients import AccumulatedGradient
-from .observed_calls import BinaryLossCall, LoaderBatch, LossCall, PairLossCall, is_readable, version_of
+from .observations import (
+    AccumulatedGradient,
+    BinaryLossCall,
+    LoaderBatch,
+    LossCall,
+    PairLossCall,
+    is_readable,
+    version_of,
+)
 
 Source = Literal["inputs", "losses", "batches", "fingerprints"]
 
@@ -66,11 +73,8 @@ class ModelCall:
 
     def __init__(self, signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        self._versions = {
-            path: (tensor, version_of(tensor))
-            for path, tensor in iter_tensors(_named(signature, args, kwargs))
-            if is_readable(tensor)
-        }
+        found = iter_tensors(_named(signature, args, kwargs))
+        self._versions = {path: (tensor, version_of(tensor)) for path, tensor in found if is_readable(tensor)}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -17,12 +17,21 @@ from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
-from ..hooks.hook_group_interface import InertWhenCopied
+from ..hooks.hook_group import InertWhenCopied
 from ..rules.step_rows import RelationRow
-from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
-from .observed_calls import BATCHES, LOSSES, AnyLossCall, BinaryLossCall, LoaderBatch, LossCall, copied
-from .relation import RELATIONS, Checked, ModelCall, Relation, Training
+from .observations import (
+    BATCHES,
+    LOSSES,
+    AccumulatedGradient,
+    AnyLossCall,
+    BinaryLossCall,
+    LoaderBatch,
+    LossCall,
+    copied,
+    smallest_parameters,
+)
+from .relation import RELATIONS, Checked, ModelCall, Training
 
 EVERY = 200
 _EARLY = frozenset([*range(5), *(n + k for n in (8, 16, 32, 64, 128) for k in (0, 1))])
@@ -50,11 +59,8 @@ class RelationSet(InertWhenCopied):
     ) -> None:
         super().__init__((), clock)
         self.training = Training(model, optimizers, clock, scaler)
-        self._relations: dict[str, Relation] = {
-            name: RELATIONS.find(name, f"rules.{name}")(self.training)
-            for name in sorted(names)
-            if clock.rank == 0 or RELATIONS[name].on_all_ranks
-        }
+        checked = (name for name in sorted(names) if clock.rank == 0 or RELATIONS[name].on_all_ranks)
+        self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
         self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
@@ -183,11 +189,8 @@ class RelationSet(InertWhenCopied):
 
     def check_end(self) -> list[RelationRow]:
         """Check the relations after a training that ended without an error. Return the rows to write."""
-        return [
-            row
-            for name, relation in self._relations.items()
-            for row in self._new_rows(name, relation.check_end, "train")
-        ]
+        results = ((name, relation.check_end) for name, relation in self._relations.items())
+        return [row for name, check in results for row in self._new_rows(name, check, "train")]
 
     def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]], phase: str) -> list[RelationRow]:
         rows = []

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..stats.fingerprint import fingerprint
 from .exchange import Exchange, has_processes
-from .observed_calls import sampled_fingerprint
+from .observations import sampled_fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 SIZE = 8  # bytes of a hash

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .observed_calls import sampled_fingerprint
+from .observations import sampled_fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES_IN_BATCH, TIMES = 3, 4  # checked steps in succession

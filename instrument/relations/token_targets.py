@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..hooks.module_copies import copy_arguments, copy_modules
 from ..values.dtensor import is_sharded
 from ..values.nested import iter_tensors
-from .observed_calls import LossCall
+from .observations import LossCall
 from .relation import ModelCall, Training
 
 SHIFTS = (1, 0, 2, -1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from .double_softmax import layer_of
-from .observed_calls import is_readable
+from .observations import is_readable
 from .relation import RELATIONS, Checked, Relation
 
 _RANGES = {

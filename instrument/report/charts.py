@@ -12,11 +12,10 @@ import numpy as np
 
 from ..analysis.config_comparison import hooks_of, rules_of
 from ..analysis.diagnosis import Finding
-from ..analysis.distribution_history import COLUMNS, LocationDistributions
 from ..analysis.overview import WIDE
 from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.run_history import RunHistory
-from ..analysis.step_history import StepHistory
+from ..analysis.step_history import DISTRIBUTION_COLUMNS, LocationDistributions, StepHistory
 from ..config.hook_specs import describe_action
 from ..formatting import format_number
 from ..rules.step_rows import location_label
@@ -135,7 +134,7 @@ def _distributions(location: LocationDistributions, since: int) -> dict[str, Any
         "last": steps,
         "of": location.step_count,
         "several": location.has_several,
-        "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in COLUMNS},
+        "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in DISTRIBUTION_COLUMNS},
     }
 
 

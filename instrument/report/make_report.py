@@ -16,7 +16,7 @@ from ..analysis.load import Run, load
 from ..analysis.plot_data import short_names
 from ..analysis.run_history import METRICS
 from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
-from ..plot.style import CATEGORIES, axis_name
+from ..plot.look import CATEGORIES, axis_name
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import run_page, sweep_page
 from .panels import Panel, label_of

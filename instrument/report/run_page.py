@@ -23,7 +23,7 @@ from ..analysis.run_history import RunHistory, history_of
 from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic, smaller
 from ..config.experiment import ForwardConfig
 from ..formatting import format_number
-from ..plot.style import CATEGORIES
+from ..plot.look import CATEGORIES
 from .charts import charts, evidence, rounded
 from .panels import RUN_PANELS, Panel, panels
 

@@ -14,13 +14,12 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
-from ..analysis.config_comparison import HOOKS, differing_keys, trainings
+from ..analysis.config_comparison import HOOKS, comparable_keys, differing_keys, match_runs, trainings
 from ..analysis.config_fields import differing_fields, to_yaml
 from ..analysis.config_key_effects import CONFIDENCE, adjusted, student
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
 from ..analysis.run_history import history_of
-from ..analysis.run_matching import comparable_keys, match_runs
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError
 from ..fields.pip_extras import packages_of

@@ -78,9 +78,9 @@ MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
 BITS_LOW, BITS_HIGH, FORM = _formed_by("stats.fingerprint:sums_of_bits", "bits_low", "bits_high", "form")
 (SATURATED,) = _formed_by("actions.measurement:saturated_elements", "saturated")
 DEAD, UNITS = _formed_by("actions.measurement:count_dead_units", "dead", "units")
-PRODUCT, PREVIOUS = _formed_by("actions.gradient_statistics:product_with_previous", "product", "previous")
-NOISE, SIGNAL = _formed_by("actions.gradient_statistics:noise_of_micro_batches", "noise", "signal")
-(RATE,) = _formed_by("actions.gradient_statistics:rate_of_update", "rate")
+PRODUCT, PREVIOUS = _formed_by("actions.context_sums:product_with_previous", "product", "previous")
+NOISE, SIGNAL = _formed_by("actions.context_sums:noise_of_micro_batches", "noise", "signal")
+(RATE,) = _formed_by("actions.context_sums:rate_of_update", "rate")
 (WEIGHT,) = _formed_by("actions.measurement:norm_of_value", "weight")
 ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = _formed_by(
     "stats.attention_rows:row_sums", "rows", "row_entropies", "wide_rows", "row_uniformities", "first"
@@ -88,11 +88,11 @@ ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = _formed_by(
 _OF_ATTENTION = (("function", "attention"),)
 UNIT_NORMS, NORMED_UNITS = _formed_by("actions.measurement:norms_of_units", "unit_norms", "normed_units")
 INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = _formed_by(
-    "actions.activation_sums:sums_with_input", "input_squares", "output_squares", "products"
+    "actions.context_sums:sums_with_input", "input_squares", "output_squares", "products"
 )
-TOKEN_COSINES, SEQUENCES = _formed_by("actions.activation_sums:token_cosines", "token_cosines", "sequences")
+TOKEN_COSINES, SEQUENCES = _formed_by("actions.context_sums:token_cosines", "token_cosines", "sequences")
 ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = _formed_by(
-    "actions.activation_sums:logit_sums", "entropies", "log_partition_squares", "logit_rows"
+    "actions.context_sums:logit_sums", "entropies", "log_partition_squares", "logit_rows"
 )
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)

@@ -26,12 +26,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..actions.call import CallFunction
-from ..actions.custom_functions import check_random_state
+from ..actions.custom_functions import CallFunction, check_random_state
 from ..config.hook_specs import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
-from ..hooks.hook_timer import HookTimer, overhead_factor
+from ..hooks.clock import HookTimer, overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..storage.blocks import ALIGNMENT
 from ..storage.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES, ParquetSink

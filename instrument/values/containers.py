@@ -98,7 +98,7 @@ class _Container:
 
 
 def map_leaves(
-    value: Any, change: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool], path: str = "", *, in_place: Any = ()
+    value: Any, change: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool], *, in_place: Any = ()
 ) -> Any:
     """Return a value with each leaf replaced by `change(path, leaf)`. Repeated and cyclic references are kept.
 
@@ -111,10 +111,10 @@ def map_leaves(
         The same object if it is unchanged or was changed in place; otherwise a copy. A copy shares what is unchanged.
     """
     if is_leaf(value):
-        return change(path, value)
+        return change("", value)
     known: dict[int, _Container] = {}
     changed: list[_Container] = []
-    waiting: list[tuple[str, Any, _Container | None, int]] = [(path, value, None, 0)]
+    waiting: list[tuple[str, Any, _Container | None, int]] = [("", value, None, 0)]
     while waiting:
         path, child, user, index = waiting.pop()
         if is_leaf(child):
@@ -130,9 +130,7 @@ def map_leaves(
                 continue
             container = known[id(child)] = _Container(child, children)
             prefix = f"{path}." if path else ""
-            waiting += [
-                (f"{prefix}{children[i][0]}", children[i][1], container, i) for i in reversed(range(len(children)))
-            ]
+            waiting += [(f"{prefix}{key}", each, container, i) for i, (key, each) in reversed([*enumerate(children)])]
         if user is not None:
             container.parents.append(user)
     if changed:
@@ -224,9 +222,7 @@ def _shallow_copy(value: Any) -> Any:
     is_generic = not hasattr(type(value), "__copy__")
     if isinstance(value, MutableMapping) and not isinstance(value, dict) and is_generic:
         attributes = vars(copied)  # a mapping keeps its entries in one of them
-        attributes.update(
-            (name, copy.copy(child)) for name, child in attributes.items() if isinstance(child, dict | list)
-        )
+        attributes |= {name: copy.copy(child) for name, child in attributes.items() if isinstance(child, dict | list)}
     return copied
 
 

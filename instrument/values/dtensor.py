@@ -144,9 +144,7 @@ def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Ten
     """
     joined = _redistributed(tensor, shards, lambda placement: getattr(placement, "dim", None) == keep is not None)
     at = joined.device_mesh.get_coordinate() or ()
-    is_first = not any(
-        index for index, placement in zip(at, joined.placements, strict=True) if placement.is_replicate()
-    )
+    is_first = not any(i for i, placement in zip(at, joined.placements, strict=True) if placement.is_replicate())
     return joined.to_local(), is_first
 
 

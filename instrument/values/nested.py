@@ -29,7 +29,7 @@ def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     return leaves(value, _is_tensor, path)
 
 
-def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "", *, in_place: Any = ()) -> Any:
+def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], *, in_place: Any = ()) -> Any:
     """Return the value with each tensor replaced by `fn(path, tensor)`.
 
     If `fn` returns all tensors unchanged, the result is the same object as `value`. Otherwise containers are copied,
@@ -41,7 +41,7 @@ def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "",
         fn: Takes the path and the tensor, and returns the new tensor.
         in_place: Values whose containers other code reads. They are changed in place where they allow it.
     """
-    return map_leaves(value, fn, _is_tensor, path, in_place=in_place)
+    return map_leaves(value, fn, _is_tensor, in_place=in_place)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -55,12 +55,8 @@ def returned_value(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """
     if output is not None:
         return output
-    given = join_arguments(args, kwargs)
-    written = {
-        name: value
-        for name, value in given.items()
-        if is_modifiable(value) and next(iter_tensors(value), None) is not None
-    }
+    containers = {name: value for name, value in join_arguments(args, kwargs).items() if is_modifiable(value)}
+    written = {name: value for name, value in containers.items() if next(iter_tensors(value), None) is not None}
     return next(iter(written.values())) if len(written) == 1 else written or None
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from training_runs import train_here
 
 import instrument
-from instrument.actions import activation_sums
+from instrument.actions import context_sums
 from instrument.actions.base import Context, StepContext
 from instrument.actions.measurement import measure_in_context
 from instrument.config.hook_specs import graph_obstacle
@@ -221,9 +221,9 @@ def test_rows_of_logits_that_are_not_finite_do_not_count() -> None:
 
 def test_logits_are_converted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    original = activation_sums.softmax_of
+    original = context_sums.softmax_of
     monkeypatch.setattr(portable, "PART", 64)
-    monkeypatch.setattr(activation_sums, "softmax_of", lambda rows: (seen.append(rows.numel()), original(rows))[1])
+    monkeypatch.setattr(context_sums, "softmax_of", lambda rows: (seen.append(rows.numel()), original(rows))[1])
     statistics(torch.randn(2, 20, 16), ["z_loss"])
     assert seen == [64] * 10
 

@@ -11,7 +11,7 @@ from hook_runs import assert_equal, run_step, run_steps
 from torch import Tensor, nn
 
 import instrument
-from instrument.actions.print import line_of
+from instrument.actions.record import line_of
 
 KINDS = (
     *("forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"),

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import instrument
 from instrument.actions.base import Context, StepContext
 from instrument.actions.record import Record, select_part
-from instrument.actions.selection import Selector
+from instrument.actions.stages import Selector
 from instrument.config.parse import parse_hooks
 from instrument.hooks.mesh_layout import MeshLayout
 from instrument.plan.hook_plan import make_plan

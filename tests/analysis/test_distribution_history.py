@@ -5,9 +5,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from instrument.analysis import distribution_history
-from instrument.analysis.distribution_history import COLUMNS, DistributionHistory
+from instrument.analysis import step_history
 from instrument.analysis.plot_data import RecordedSeries
+from instrument.analysis.step_history import DISTRIBUTION_COLUMNS, DistributionHistory
 
 AT = RecordedSeries("spread", "forward", "output", "train"), "0"
 
@@ -15,7 +15,7 @@ AT = RecordedSeries("spread", "forward", "output", "train"), "0"
 def rows(steps: list[int]) -> pa.Table:
     cells = {"levels": [0.5], "quantiles": [1.0], "low": 0.0, "high": 1.0, "counts": [1, 2, 3]}
     found = [{"step": step, **cells, "high": float(i)} for i, step in enumerate(steps)]
-    return pa.Table.from_pylist(found).select(["step", *COLUMNS])
+    return pa.Table.from_pylist(found).select(["step", *DISTRIBUTION_COLUMNS])
 
 
 def test_all_steps_are_kept_at_first() -> None:
@@ -32,7 +32,7 @@ def test_all_steps_are_kept_at_first() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 100])
 def test_kept_steps_are_bounded_and_include_the_last(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribution_history, "MAX_VALUES", 64)
+    monkeypatch.setattr(step_history, "MAX_NUMBERS", 64)
     history = DistributionHistory()
     size = 1_000 // pieces
     for piece in range(pieces):

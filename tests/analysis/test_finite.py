@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import instrument
+from instrument.analysis.config_key_effects import means_of
 from instrument.analysis.findings import findings
 from instrument.analysis.finite import finite_only, is_not_finite
-from instrument.analysis.means_over_steps import means_of
 from instrument.analysis.plot_data import matrices
 from instrument.analysis.run_history import history_of
 from instrument.report.charts import charts

@@ -12,7 +12,7 @@ from figures import make_run
 
 import instrument
 from instrument import InstrumentError
-from instrument.analysis.importance import importance_of
+from instrument.analysis.config_key_effects import importance_of
 from instrument.interpret.panels import importance_of_overrides
 from instrument.plot import importance
 from instrument.report import make

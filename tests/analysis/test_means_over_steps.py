@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 import instrument
-from instrument.analysis.means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, means_of
+from instrument.analysis.config_key_effects import LOCATION_COLUMNS, MEASURED_TABLES, Means, means_of
 from instrument.tables.schemas import TABLES
 
 CELL = st.one_of(st.none(), st.sampled_from([math.nan, math.inf, -math.inf]), st.floats(-1e9, 1e9))

@@ -10,7 +10,7 @@ import pytest
 from run_folders import CLIP, RECORD, write_run
 
 import instrument
-from instrument.analysis.run_matching import match_runs
+from instrument.analysis.config_comparison import match_runs
 
 
 def clip_config(norm: Any, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from instrument.comparison.layer_renaming import renamed_layers
+from instrument.comparison.alignment import renamed_layers
 from instrument.errors import ConfigError
 
 LAYERS = ["", "encoder", "encoder.0", "encoder.0.conv", "encoder.1.conv", "h.3.mlp.up", "head"]

@@ -9,9 +9,14 @@ import pandas as pd
 import pytest
 import torch
 
-from instrument.comparison.precision import PRECISIONS, run_precision
-from instrument.comparison.statistic_differences import decisive, relative_differences
-from instrument.comparison.tensor_errors import ULP_BINS, tensor_errors
+from instrument.comparison.differences import (
+    PRECISIONS,
+    ULP_BINS,
+    decisive,
+    relative_differences,
+    run_precision,
+    tensor_errors,
+)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 

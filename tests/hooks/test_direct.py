@@ -35,10 +35,9 @@ from instrument.config.parse import parse_hooks
 from instrument.hooks import attached_hook
 from instrument.hooks.attached_hook import AttachedHook
 from instrument.hooks.clock import FIRST_CALL
-from instrument.hooks.direct import Direct, direct_of
 from instrument.hooks.module_calls import Call
 from instrument.hooks.module_calls import Calls as ModuleCalls
-from instrument.hooks.plain_calls import FiringCounts, update_counts
+from instrument.hooks.plain_calls import Direct, FiringCounts, direct_of, update_counts
 from instrument.stats import cpu_kernel
 from instrument.stats.sums import COLUMNS
 from instrument.tables.reasons import RAISED

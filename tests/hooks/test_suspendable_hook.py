@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.config.parse import parse_hooks
-from instrument.hooks.suspendable_hook import SuspendableHook
+from instrument.hooks.hook_group import SuspendableHook
 from instrument.plan.hook_plan import make_plan
 
 EVERY_SECOND = {"layers": ".", "kind": "forward", "action": "record", "every": 2}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 import instrument
-from instrument.hooks.hook_group_interface import SuspendableModuleHooks
+from instrument.hooks.hook_group import SuspendableModuleHooks
 from instrument.probe.slab_rows import Slots
 
 THREADS, CALLS = 6, 40

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import utils
 
-from instrument.integrations.observed_calls import CLIPPING
+from instrument.integrations.trainer_callback import CLIPPING
 
 
 def weight_of(gradient: float) -> nn.Parameter:

@@ -28,7 +28,7 @@ from instrument.plot.axes_and_scales import (
     scale,
     write_numbers,
 )
-from instrument.plot.fit import fit
+from instrument.plot.plot_function import fit
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_matplotlib_is_imported_with_the_first_figure_without_pyplot(tmp_path: P
     stats_of({"a": [1.0, 2.0]}).to_pickle(tmp_path / "stats")
     code = (
         "import sys, instrument; f = instrument.plot.heatmap; assert 'matplotlib' not in sys.modules;"
-        "import instrument.plot.heatmap, instrument.plot.style; assert instrument.plot.heatmap is f;"
+        "import instrument.plot.heatmap, instrument.plot.look; assert instrument.plot.heatmap is f;"
         "print(callable(f), 'torch' in sys.modules);"
         "import pandas; figure = f(pandas.read_pickle(sys.argv[1]));"
         "figure._repr_png_(); print('matplotlib.pyplot' in sys.modules)"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import instrument
 from instrument.config.parse import parse_budget
 from instrument.config.spec_file import read_specs
-from instrument.hooks.hook_timer import MAX_FACTOR, USUAL_FACTOR, overhead_factor
+from instrument.hooks.clock import MAX_FACTOR, USUAL_FACTOR, overhead_factor
 from instrument.plan.hook_plan import make_plan
 from instrument.probe.budget import MAX_SUBSAMPLING
 from instrument.probe.overhead import BLOCK, MIN_STEPS_OF_EACH
@@ -34,7 +34,7 @@ class SimulatedTime:
         self.now = 0.0
         self.costs: dict[int, float] = {}  # seconds to measure a tensor, by its number of elements
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        for module in ("instrument.hooks.hook_timer", "instrument.probe.budget", "instrument.probe.probe"):
+        for module in ("instrument.hooks.clock", "instrument.probe.budget", "instrument.probe.probe"):
             monkeypatch.setattr(f"{module}.time", clock)
         monkeypatch.setattr("instrument.actions.measurement.measure", self.measure)
         use_general_path(monkeypatch)

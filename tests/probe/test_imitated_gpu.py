@@ -91,7 +91,7 @@ class EndlessHostCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("call_gradients", "functions", "hook_coverage", "module_hooks", "attached_hook"):
+    for module in ("tensor_gradients", "functions", "hook_coverage", "module_hooks", "attached_hook"):
         monkeypatch.setattr(f"instrument.hooks.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: vector)
     monkeypatch.setattr(device_copy, "_as_numbers", lambda vector: [1.0] * vector.numel())

@@ -21,8 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.overrides import _get_current_function_mode_stack
 
 import instrument
-from instrument.integrations.observed_calls import CLIPPING
-from instrument.integrations.trainer_callback import TrainerCallbackBase
+from instrument.integrations.trainer_callback import CLIPPING, TrainerCallbackBase
 from instrument.storage import journal, table_writer
 from instrument.storage.lock import is_locked
 

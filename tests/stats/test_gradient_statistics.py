@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import instrument
 from instrument.actions.base import Context, StepContext
-from instrument.actions.gradient_statistics import MicroGradients
+from instrument.actions.context_sums import MicroGradients
 from instrument.actions.measurement import measure_in_context
 from instrument.stats.sums import extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.statistics import NOISE, SIGNAL

@@ -202,7 +202,7 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def move(seconds: float) -> None:
         now[0] += seconds
 
-    for module in ("instrument.hooks.hook_timer", "instrument.training.dry_run", "instrument.probe.probe"):
+    for module in ("instrument.hooks.clock", "instrument.training.dry_run", "instrument.probe.probe"):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("instrument.training.dry_run.SECONDS", 30.0)
     for name in ("MIN_REPEATS", "MAX_REPEATS"):

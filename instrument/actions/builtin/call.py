@@ -21,4 +21,4 @@ class CallSpec(ObservationSpec):
     needs_value: ClassVar[bool] = True
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        return implementation("call:CallFunction")(self)
+        return implementation("custom_functions:CallFunction")(self)

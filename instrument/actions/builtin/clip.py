@@ -51,9 +51,8 @@ class ClipSpec(InterventionSpec):
         if self.scope == "all" and self.kind != "parameter_grad":
             raise ValueError("'scope: all' requires kind parameter_grad, the only kind with all tensors at once")
         if self.scope == "all" and self.condition is not None:
-            raise ValueError(
-                "'scope: all' has one norm of all tensors, but the condition of 'when' is about each tensor"
-            )
+            message = "'scope: all' has one norm of all tensors, but the condition of 'when' is about each tensor"
+            raise ValueError(message)
         if self.scope == "sample" and self.definition.family != "module":
             raise ValueError(f"'scope: sample' requires a batch dimension, which kind {self.kind} does not have")
         if self.ratio is not None and self.definition.family != "parameter":

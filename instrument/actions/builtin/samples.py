@@ -83,9 +83,8 @@ class ResampleSpec(ModifySpec):
         if tensor.dim() == 0 or not len(tensor):
             return tensor.clone()
         generator = context.generator(tensor.device)
-        return tensor.index_select(
-            0, torch.randint(len(tensor), (len(tensor),), generator=generator, device=tensor.device)
-        )
+        drawn = torch.randint(len(tensor), (len(tensor),), generator=generator, device=tensor.device)
+        return tensor.index_select(0, drawn)
 
 
 @FUNCTIONS.register("shuffle")

@@ -67,9 +67,10 @@ class ScaleSpec(InterventionSpec):
         if "dim" in self.model_fields_set and not isinstance(self.factor, tuple):
             raise ValueError("'dim' requires a list of factors")
         if self.reverse and self.kind not in ("forward", "forward_pre", "function"):
-            raise ValueError(
+            message = (
                 f"'reverse' requires kind forward, forward_pre or function; for kind {self.kind} use a negative factor"
             )
+            raise ValueError(message)
         return self
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
