@@ -59,7 +59,7 @@ def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
-    types = [layer.type for layer in layers if layer.type.lower() == plain.split(".")[0].lower()]
+    types = [layer.type for layer in layers if layer.type.lower() in plain.lower().split(".")]
     is_class = types and where.endswith(".layers")
     fix = f"'layers' are names; to select by class, write 'types: {types[0]}' instead" if is_class else ""
     return Problem(where, "this pattern matches no module", pattern, shorten(names or ["."]), similar, fix)
