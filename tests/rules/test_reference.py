@@ -568,6 +568,8 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert "2.weight update (updates) abs_max: step 0:" in out
     assert "4 output" not in out
     assert "train loss" not in out
+    assert reference.main(["show", file, "--layer", "22", "--json"]) == 2
+    assert "--layer: this pattern matches no layer of the reference" in capsys.readouterr().err
     assert reference.main(["show", file]) == 0
     out = capsys.readouterr().out
     assert "\ntrain lr: step 0: 0.0797 to 0.125, step 3:" in out
