@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..errors import ConfigError, Problem, raise_problems, similar_names
+from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, similar_names
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import KEY, METRICS, RATIOS, STARTS, Reference, phase_of, rounded, schema
@@ -160,6 +161,9 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
 def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:
     """Return the settings of each module in any run: None for one that differs, or that a run does not have."""
     each = [*map(settings_of, runs)]
+    if without := [str(run.path) for run, settings in zip(runs, each, strict=True) if not settings]:
+        message = f"settings are not compared, because runs of earlier versions have none: {shorten(without)}"
+        warnings.warn(message, InstrumentWarning, stacklevel=2)
     common: dict[str, dict[str, str | None]] = {}
     for layer in dict.fromkeys(itertools.chain(*each)) if all(each) else ():
         own = [settings.get(layer, {}) for settings in each]

@@ -7,17 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..config.schedule import Phase
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
 from ..storage.blocks import Place
 from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
+from ..tables.kinds import KINDS
 from ..tables.schemas import CUSTOM, SHAPE, TABLES
 from ..tables.statistics import REMAINDERS
 from .config_fields import split_overrides
@@ -37,6 +39,12 @@ from .frames import (
 OBJECTIVE_KEY = "objective"  # in run.json next to `metrics`, if the sweep's objective was a number from a table
 IN_MEMORY = Path("in memory")
 """The name that stands for the folder of a probe that keeps its rows in memory."""
+_VOCABULARIES = {
+    "phase": get_args(Phase),
+    "kind": tuple(KINDS),
+    "role": tuple(dict.fromkeys(chain.from_iterable(kind.roles for kind in KINDS.values()))),
+}
+"""Values that text columns can have in every run."""
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
@@ -257,7 +265,7 @@ class RunTables:
 
         Raises:
             ValueError: The tensors table has no column of this name.
-            ConfigError: A column cannot have this value: its type is wrong, or the run has no such layer or hook.
+            ConfigError: A column cannot have this value: its type is wrong, or the run has no such text, such as a layer or a phase.
         """
         others = ("values", "data", "shape", "source_shape", *Place._fields)
         known = [name for name in TABLES["tensors"].names if name not in others]
@@ -272,18 +280,21 @@ class RunTables:
                 test = ds.field(name).isin(values := pa.array(allowed).cast(getattr(stored, "value_type", stored)))
             except pa.ArrowException as error:
                 raise ConfigError(Problem(name, f"wrong type: {error}", repr(value))) from None
-            if name in ("layer", "hook"):
+            if pa.types.is_string(values.type):
                 self._check_known(name, values.to_pylist())
             condition = test if condition is None else condition & test
         return with_arrays(self._frame("tensors", condition))
 
     def _check_known(self, column: str, names: Sequence[str]) -> None:
-        """Check that the runs have these layers or hooks, which are unknown before the first step."""
-        known = [*self.layers["layer"]] if column == "layer" else [*chain.from_iterable(self.layers["hooks"])]
+        """Check that the runs can have these values of a text column. Layers and hooks are unknown before the first step."""
+        known: list[str] = [*_VOCABULARIES.get(column, ())]
+        if column in ("layer", "hook"):
+            known = [*self.layers["layer"]] if column == "layer" else [*chain.from_iterable(self.layers["hooks"])]
         if not set(known).issuperset(names):
             known = list(dict.fromkeys([*known, *self.read("tensors", [column])[column]]))
             if known and (unknown := [str(name) for name in names if name not in known]):
-                allowed, similar = shorten([name or "." for name in known]), similar_names(unknown[0], known)
+                empty = "." if column == "layer" else "''"
+                allowed, similar = shorten([name or empty for name in known]), similar_names(unknown[0], known)
                 raise ConfigError(Problem(column, f"the run has no such {column}", unknown[0], allowed, similar))
 
     @cached_property

@@ -272,7 +272,8 @@ def entries() -> Iterator[Entry]:
         shown = _record(*kind_and_role, stats=[statistic.name])
         yield Entry(statistic.name, "statistic", statistic.meaning, unit=statistic.unit, example=shown)
     for table in TABLES.values():
-        yield Entry(table.name, "table", f"A row is {table.row}.", example=f"instrument.load(RUN).{table.name}")
+        call = "()" if table.name == "tensors" else ""
+        yield Entry(table.name, "table", f"A row is {table.row}.", example=f"instrument.load(RUN).{table.name}{call}")
         for column in table.columns:
             name, what = f"{table.name}.{column.name}", f"column of {table.name}"
             yield Entry(name, what, column.meaning, column.type_name, unit=column.unit)

@@ -19,7 +19,7 @@ from instrument.analysis.load import load
 from instrument.analysis.reference import make_reference, ranges_of, read_reference
 from instrument.commands.findings import check, print_findings
 from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
-from instrument.errors import ConfigError, Problem
+from instrument.errors import ConfigError, Problem, similar_names
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
 from instrument.rules.reference_ranges import KEY, STARTS, Reference
@@ -63,14 +63,22 @@ def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
     """Print the ranges of a reference, with the margin.
 
     The text has the first, middle and last phase of training, the JSON all phases.
+
+    Raises:
+        ConfigError: No layer of the reference matches.
     """
+    rows = list(_ranges(reference, layer))
+    if layer is not None and not rows:
+        names = [*dict.fromkeys(name or "." for _, name, *_ in reference.locations)]
+        message = "this pattern matches no layer of the reference"
+        raise ConfigError(Problem("--layer", message, layer, shorten(names), similar_names(layer, names)))
     if as_json:
-        print_json({**reference.about, "statistics": reference.statistics, "ranges": list(_ranges(reference, layer))})
+        print_json({**reference.about, "statistics": reference.statistics, "ranges": rows})
         return
     print(_summary(reference))
     for name, value in (("runs", reference.about["runs"]), ("versions", reference.about["versions"])):
         print(f"{name}: {shorten([f'{key} {value[key]}' for key in value] if isinstance(value, dict) else value)}")
-    for row in _ranges(reference, layer):
+    for row in rows:
         phases = row["phases"]
         shown = dict.fromkeys((0, len(phases) // 2, len(phases) - 1))
         ranges = (f"step {step}: {low:.3g} to {high:.3g}" for step, low, high in (phases[at].values() for at in shown))

@@ -7,6 +7,7 @@ arguments are those of `run`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -78,12 +79,18 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Also names the choices that are similar to an invalid one."""
+    """Also names the choices and options that are similar to an invalid one."""
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             similar = similar_names(found[1], re.findall(r"\w+", found[2]))
-            message += f"; similar: {', '.join(similar)}" if similar else ""
+        elif found := re.search(r"unrecognized arguments: (--[^\s=]+)", message):
+            verbs = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+            parsers = (self, *itertools.chain(*(each.values() for each in verbs)))
+            similar = similar_names(found[1], itertools.chain(*(each._option_string_actions for each in parsers)))
+        else:
+            similar = []
+        message += f"; similar: {', '.join(similar)}" if similar else ""
         super().error(message)
 
 

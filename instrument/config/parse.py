@@ -284,6 +284,8 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
     if isinstance(cause, UnknownNameError):
         return Problem(key, f"unknown {cause.what}", cause.name, cause.allowed, _meant(cause.name, cause.allowed))
     given = None if isinstance(item["input"], Mapping) else item["input"]
+    if kind in ("string_type", "tuple_type") and isinstance(given, type):
+        return Problem(key, "must be a name, not a class", given=given, fix=f"write types: {given.__name__}")
     if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
         return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
     if kind == "literal_error":

@@ -55,7 +55,10 @@ def group_sites(
         groups.setdefault((*_location(attached), attached in early), []).append(attached)
         if attached.needs(NOISE):  # also of the gradients of micro-batches
             groups.setdefault((GradientHooks, id(attached.site.parameter), False, False, False), []).append(attached)
-    for (group_type, _, prepend, always_call, is_early), sites in groups.items():
+    # parameter_grad acts before step_pre, also if it is written after it. Early hooks are registered in the order in which hooks run,
+    # from which suspended ones find their place.
+    ordered = sorted(groups.items(), key=lambda group: (group[0][0] is StepHooks, not group[0][-1]))
+    for (group_type, _, prepend, always_call, is_early), sites in ordered:
         layer = sites[0].site.layer
         module = layer.module
         if layer.is_script and group_type in _ON_MODULES:

@@ -137,9 +137,9 @@ def attach(
             and every other event of severity `warning`.
 
     Raises:
-        ConfigError: At the start: `model` is not a module, `seed`, `step` or `epoch` is not an integer from 0, a spec is invalid or
-            matches no module, a required optimizer is missing, `out` contains a run already, or `remote` is not writable. At the first
-            call of a module: a spec does not fit the shape of its tensor.
+        ConfigError: At the start: `model` is not a module, `scaler` is no gradient scaler, `seed`, `step` or `epoch` is not an integer
+            from 0, a spec is invalid or matches no module, a required optimizer is missing, `out` contains a run already, or `remote`
+            is not writable. At the first call of a module: a spec does not fit the shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
             the result has the wrong type, shape, dtype or device.
         SinkError: Rows cannot be written, or the custom sink raised an exception.
@@ -147,6 +147,8 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("model", "must be a torch.nn.Module", given=type(model).__name__))
+    if not isinstance(scaler, GradScaler | None):
+        raise ConfigError(Problem("scaler", "must be a torch.amp.GradScaler", given=scaler))
     _check_integers(seed=seed, step=step, epoch=epoch)
     if ids not in ("recorded", "all"):
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))

@@ -135,11 +135,11 @@ def _check_routers(spec: HookSpec, called: Sequence[Layer], where: str) -> None:
 
 def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Problem:
     inlined = "the graph of torch.fx or torch.export runs their operations itself: use kind function at the module of the graph"
-    message = "the matched modules are containers, which are never called"
-    allowed = shorten([f"{layer.label} ({layer.type})" for layer in selected])
+    containers = shorten([f"{layer.label} ({layer.type})" for layer in selected])
+    message = f"the matched modules are containers, which are never called: {containers}"
     similar = [f"{layer.name}.*" for layer in selected[:3] if layer.module._modules]
     fix = inlined if any(map(layers.is_inlined, selected)) else ""
-    return Problem(f"{where}.layers", message, list(spec.globs), allowed, similar, fix=fix)
+    return Problem(f"{where}.layers", message, list(spec.globs), similar=similar, fix=fix)
 
 
 def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
@@ -149,10 +149,12 @@ def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: 
     if not candidates and spec.optional:
         return []
     if not candidates:
-        having = {layer.module for layer in layers if any(_own_tensors(spec, layer))}
-        below = [layer for layer in selected if not having.isdisjoint(layer.module.modules())]
-        message = f"none of the matched modules directly contains a {what}"
-        allowed = shorten([layer.label for layer in selected])
+        labels = {layer.module: layer.label for layer in layers if any(_own_tensors(spec, layer))}
+        below = [layer for layer in selected if not labels.keys().isdisjoint(layer.module.modules())]
+        message = (
+            f"none of the matched modules directly contains a {what}: {shorten([layer.label for layer in selected])}"
+        )
+        allowed = shorten([*labels.values()])
         similar = [f"{layer.name}.**".removeprefix(".") for layer in below[:3]]
         raise ConfigError(Problem(f"{where}.layers", message, list(spec.globs), allowed, similar))
     names = [
@@ -257,7 +259,7 @@ def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
-    types = [layer.type for layer in layers if layer.type.lower() == plain.split(".")[0].lower()]
+    types = [layer.type for layer in layers if layer.type.lower() in plain.lower().split(".")]
     is_class = types and where.endswith(".layers")
     fix = f"'layers' are names; to select by class, write 'types: {types[0]}' instead" if is_class else ""
     return Problem(where, "this pattern matches no module", pattern, shorten(names or ["."]), similar, fix)

@@ -744,6 +744,7 @@ class Probe(OwnedByProcess):
             "epoch": self.epoch,
             "phases": sorted(self.clock.phases),
             "warnings": list(self.warnings),
+            "layers_pending": self._layers_pending,
             "recorder": self.recorder.state_dict(),
             "rules": self.rules.state_dict(),
             "rule_actions": self._rule_actions.state_dict(),
@@ -759,6 +760,7 @@ class Probe(OwnedByProcess):
         self.set_step(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
+        self._layers_pending = state.get("layers_pending", False)  # not in checkpoints of earlier versions
         self.recorder.load_state_dict(state["recorder"])
         self.rules.load_state_dict(state["rules"])
         self._rule_actions.load_state_dict(state["rule_actions"])

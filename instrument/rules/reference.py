@@ -194,7 +194,11 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 names = [name for name in others if not name.startswith(left_out)]
                 if names:
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
-                    more = f"; also {shorten(names[1:], MAX_SETTINGS)}" if names[1:] else ""
+                    also = [
+                        f"{name} {own[name]} instead of {known[name]}" if own.get(name) and known.get(name) else name
+                        for name in names[1:]
+                    ]
+                    more = f"; also {shorten(also, MAX_SETTINGS)}" if also else ""
                     text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{more}"
                     firings.append(Firing(text, float(len(names)), what=OTHER_SETTING, layer=layer or None))
         of_modules = sum(firing.layer is not None for firing in firings)

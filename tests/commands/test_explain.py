@@ -92,6 +92,11 @@ def test_name_with_several_meanings(capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load(found[1]["example"])["hooks"]["mine"]["stats"] == ["l2"]
 
 
+def test_tables_have_an_example_that_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(capsys, "run.stats").endswith("example  instrument.load(RUN).stats\n")
+    assert explained(capsys, "run.tensors").endswith("example  instrument.load(RUN).tensors()\n")
+
+
 def test_python_names_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     found = {key: json.loads(explained(capsys, key, "--json")) for key in ("findings", "sweep.runs", "probe.end_step")}
     assert [each["key"] for (each,) in found.values()] == ["run.findings", "run.runs", "probe.end_step"]

@@ -116,15 +116,17 @@ def test_unknown_verb_is_refused_with_similar_ones(
         (("reference", "chek"), "check"),
         (("convert", "--from", "nvdl", "FILE"), "nvdlfw"),
         (("completion", "zhs"), "zsh"),
+        (("report", "--opne", "RUN"), "--open, --out, --help"),
+        (("reference", "make", "RUN", "--out", "FILE", "--stts", "l2"), "--stats, --out, --json"),
     ],
 )
-def test_invalid_choice_is_refused_with_similar_ones(
+def test_invalid_choice_or_option_is_refused_with_similar_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], similar: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         run_verb(monkeypatch, *arguments)
     assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith(f"); similar: {similar}\n")
+    assert capsys.readouterr().err.endswith(f"; similar: {similar}\n")
 
 
 @pytest.mark.parametrize("program", ["/usr/local/bin/instrument", "/site-packages/instrument/__main__.py"])

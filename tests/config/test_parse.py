@@ -267,6 +267,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (PATCH, {"fn": "replace"}, "", "replace requires 'run'"),
     (PATCH, {"fn": "replace", "from_sample": 0}, "", "'from_sample' requires fn patch"),
     (CLIP, {"norm": 1.0, "samples": 2}, "samples", "must be a list"),
+    *((RECORD, {key: dict}, key, "must be a name, not a class") for key in ("layers", "types")),
+    (RECORD, {"types": [dict]}, "types.0", "must be a name, not a class"),
     (RECORD, {"tensors": True, "dtype": "int4"}, "dtype", "not an allowed value"),
     (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
     (CLIP, {}, "", "requires exactly one of min/max, value, norm, quantile, ratio; given: none"),

@@ -90,6 +90,14 @@ def test_step_pre_and_step_post_record_around_the_step() -> None:
     assert not torch.equal(pre, post)
 
 
+def test_step_pre_sees_the_gradient_after_parameter_grad_in_any_order_of_the_specs() -> None:
+    base = {"layers": ".", "params": "weight"}
+    record = {**base, "kind": "step_pre", "role": "param_grad", "action": "record"}
+    clear = {**base, "kind": "parameter_grad", "action": "modify", "fn": "zero"}
+    for hooks in ({"seen": record, "clear": clear}, {"clear": clear, "seen": record}):
+        assert [row["l2"] for row in Loop().step(hooks).sink.records("stats")] == [0.0]
+
+
 def test_step_post_changes_the_optimizer_state() -> None:
     loop = Loop()
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9)

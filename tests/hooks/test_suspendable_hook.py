@@ -195,6 +195,26 @@ def test_several_suspended_hooks_return_in_their_order(order: tuple[str, ...]) -
     assert recorder.order() == "abc"
 
 
+@pytest.mark.parametrize("is_written_first", [True, False])
+def test_record_sees_the_changed_output_after_an_evaluation_suspended_both_hooks(is_written_first: bool) -> None:
+    model = nn.Identity()
+    input_seen = {"layers": ".", "kind": "forward", "role": "input", "action": "record", "every": 2}
+    zero = {"layers": ".", "kind": "forward", "action": "modify", "fn": "zero"}
+    gradient = {**EVERY_SECOND, "kind": "tensor"}
+    pair = {"input": input_seen, "zero": zero} if is_written_first else {"zero": zero, "input": input_seen}
+    hooks = {**pair, "output": EVERY_SECOND, "gradient": gradient}
+    with instrument.attach(model, hooks, rules=None) as probe:
+        for step in range(3):
+            model(torch.ones(1, 2, requires_grad=True)).square().sum().backward()
+            probe.end_step()
+            if step == 1:
+                with probe.evaluating():
+                    model(torch.ones(1, 2))
+    expected = (("gradient", 0.0), ("input", 1.0), ("output", 0.0))
+    seen = [(row["hook"], row["step"], row["abs_max"]) for row in probe.sink.records("stats")]
+    assert sorted(seen) == [(name, step, value) for name, value in expected for step in (0, 2)]
+
+
 def test_removed_hook_does_not_return() -> None:
     recorder = Recorder()
     hook = recorder.register("a")

@@ -139,6 +139,12 @@ def test_empty_match_is_reported_with_the_nearest(spec: dict[str, Any], where: s
     assert list(found.similar[:1]) == ([near] if near else [])
 
 
+def test_modules_without_parameters_are_named_with_those_that_have_some() -> None:
+    found = problem_of(Tied(), layers=".", kind="parameter_grad")
+    assert found.message == "none of the matched modules directly contains a parameter: ."
+    assert found.allowed == "embed, norm, head"
+
+
 def test_all_empty_matches_are_reported_at_once() -> None:
     found = problems_of(
         Tied(),
@@ -216,6 +222,7 @@ def test_container_is_no_site_of_forward_kinds() -> None:
 def test_pattern_of_containers_only_suggests_their_children() -> None:
     problem = problem_of(Containers(), layers="blocks", kind="forward")
     assert problem.where == "hooks.mine.layers"
-    assert "are containers" in problem.message
+    assert "are containers, which are never called: " in problem.message
+    assert not problem.allowed
     assert list(problem.similar) == ["blocks.*"]
     assert list(problem_of(Containers(), layers="blocks", kind="parameter_grad").similar) == ["blocks.**"]

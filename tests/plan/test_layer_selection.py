@@ -101,4 +101,6 @@ def test_pattern_on_a_model_without_submodules_names_the_model() -> None:
 
 
 def test_the_name_of_a_class_as_layers_suggests_types() -> None:
-    assert problem_of(layers="conv2d.*").fix == "'layers' are names; to select by class, write 'types: Conv2d' instead"
+    for pattern in ("conv2d.*", "nn.Conv2d"):
+        fix = problem_of(layers=pattern).fix
+        assert fix == "'layers' are names; to select by class, write 'types: Conv2d' instead"

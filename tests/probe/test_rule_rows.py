@@ -134,6 +134,21 @@ def test_fired_rules_remain_after_a_checkpoint(then: list[str], record: dict[str
         assert probe.fired_rules == set()
 
 
+def test_state_before_the_first_step_ends_leaves_the_layers_to_the_resumed_probe() -> None:
+    first, sink = started({"big": LARGE}, net())
+    with first:
+        states = [first.state_dict()]
+        run(first, SCALES[:1])
+        states.append(first.state_dict())
+    assert len(sink.records("layers")) == 2
+    for state, count in zip(states, (2, 0), strict=True):
+        probe, sink = started({"big": LARGE}, net())
+        probe.load_state_dict(state)
+        with probe:
+            run(probe, SCALES[:1])
+        assert len(sink.records("layers")) == count
+
+
 def test_state_contains_the_decisions_of_all_steps() -> None:
     first, sink = started({"big": {**LARGE, "for": 2}}, net())
     with first:
