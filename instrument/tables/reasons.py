@@ -50,6 +50,9 @@ NO_GRAPH = (
 NO_GRAD = "the module was called under torch.no_grad()"
 INFERENCE = "the module was called under torch.inference_mode()"
 NO_INPUT_GRAPH = "its input requires no gradient: it is data, or the output of frozen layers"
+NO_OUTPUT_GRAPH = (
+    "its output requires no gradient: it is computed under torch.no_grad(), is detached, or has integer or bool values"
+)
 OLD_NO_INPUT_GRAPH = (
     "its input needs no gradient: it is data, or comes out of frozen layers"  # in runs of earlier versions
 )
