@@ -31,7 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..stats.flatten import unreadable
-from ..tables.reasons import NO_INPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT
+from ..tables.reasons import NO_INPUT_GRAPH, NO_OUTPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
 from .attached_hook import AttachedHook, no_gradient_reason
@@ -237,9 +237,10 @@ def finish_gradient(
 class PendingInputGradients:
     """The inputs of one call whose gradients are expected, until the module has run."""
 
-    def __init__(self, stored: Callable[[], StoredTensors]) -> None:
+    def __init__(self, stored: Callable[[], StoredTensors], count_misses: Callable[[str], None]) -> None:
         self.since = next_sequence_number()
         self.stored = stored
+        self.count_misses = count_misses
         # The backward passes through the outputs of the call, if a hook on a leaf needs them.
         self.passes: set[int] = set()
         self.on_leaves: list[LeafHook] = []
@@ -283,6 +284,8 @@ class PendingInputGradients:
 
     def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]
+        if not any(tensor.requires_grad for tensor in (*outputs, *stored)):
+            self.count_misses("")
         contributions = {edge: contribution for edge, (contribution, _) in self.contributions.items()}
         find_contributions([*outputs, *stored], contributions, self.views, self.since)
         bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
@@ -309,7 +312,9 @@ class InputGradients:
         """Register hooks for all input tensors; see `Inputs`. Return the input with which to call the module."""
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
-        pending = PendingInputGradients(partial(self._stored_tensors, module))
+        contributions = CallGradients(self.contribution_hooks, call, self.clock)
+        count_misses = contributions.miss_callback(NO_OUTPUT_GRAPH)
+        pending = PendingInputGradients(partial(self._stored_tensors, module), count_misses)
         call.on_output = pending.complete
         for path, tensor in totals.tensors_with_gradient(value):
             if call.is_recomputed and tensor in self.hooked:  # checkpointing passes the same tensor object again
@@ -317,7 +322,6 @@ class InputGradients:
             if (hook := totals.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
                 pending.register(self.leaf_hooks, tensor, hook)
-        contributions = CallGradients(self.contribution_hooks, call, self.clock)
         if not in_place:
             contributions.separate = repeated_tensors(value)
         inputs = Inputs(module, value, positional)

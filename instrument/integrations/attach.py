@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -137,18 +139,17 @@ def attach(
             and every other event of severity `warning`.
 
     Raises:
-        ConfigError: At the start: `model` is not a module, `scaler` is no gradient scaler, `seed`, `step` or `epoch` is not an integer
-            from 0, a spec is invalid or matches no module, a required optimizer is missing, `out` contains a run already, or `remote`
-            is not writable. At the first call of a module: a spec does not fit the shape of its tensor.
+        ConfigError: At the start: an argument has the wrong type, `seed`, `step` or `epoch` is not an integer from 0, a spec is invalid
+            or matches no module, a required optimizer is missing, `out` contains a run already, or `remote` is not writable. At the
+            first call of a module: a spec does not fit the shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
             the result has the wrong type, shape, dtype or device.
         SinkError: Rows cannot be written, or the custom sink raised an exception.
         RankError: Another process ended, and a collective operation failed. The message contains its rank.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(Problem("model", "must be a torch.nn.Module", given=type(model).__name__))
-    if not isinstance(scaler, GradScaler | None):
-        raise ConfigError(Problem("scaler", "must be a torch.amp.GradScaler", given=scaler))
+    _check_type("model", model, nn.Module, "torch.nn.Module")
+    _check_type("scaler", scaler, GradScaler | None, "torch.amp.GradScaler")
+    _check_type("out", out, str | os.PathLike | None, "path")
     _check_integers(seed=seed, step=step, epoch=epoch)
     if ids not in ("recorded", "all"):
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
@@ -211,6 +212,11 @@ def attach(
             folder.close()
         for message in probe.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=4)
+
+
+def _check_type(name: str, value: object, types: type | UnionType, allowed: str) -> None:
+    if not isinstance(value, types):
+        raise ConfigError(Problem(name, f"must be a {allowed}", given=type(value).__name__))
 
 
 def _check_integers(**numbers: Any) -> None:

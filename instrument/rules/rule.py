@@ -341,6 +341,30 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
         return Firing(text, value, bound, chosen.locations[at], what)
 
 
+class BoundsFromZeroRule(BoundsRule[PersistentT]):
+    """A `BoundsRule` that does not count small values at a location whose first value is 0, unless they are 0 too.
+
+    Weights that start at zero, as in LoRA, ControlNet, DiT and many residual networks, make outputs and gradients zero in the
+    first step. They are tiny until these weights have grown.
+    """
+
+    saved = (*BoundsRule.saved, "first")
+
+    def __init__(self, spec: PersistentT) -> None:
+        super().__init__(spec)
+        self._first = np.zeros(0)  # the first value; NaN before it. No first value is within `bounds`: each is read.
+
+    def grow(self, count: int) -> None:
+        super().grow(count)
+        self._first = extended(self._first, count, np.nan)
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        values, first = self.values(rows, chosen), self._first[chosen.slots]
+        first = self._first[chosen.slots] = np.where(np.isnan(first), values, first)
+        is_growing: BoolArray = (first == 0) & (values > 0) & (values < (np.nan if self.below is None else self.below))
+        return super().holds(rows, chosen) & ~is_growing
+
+
 def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.ndarray[Any, Any]:
     """Return an array with at least `count` rows; the new ones have the value `fill`."""
     if len(array) >= count:

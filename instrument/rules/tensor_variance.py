@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..config.rules import RangeRule
 from ..fields.field_types import Count, NonNegative
-from .rule import WEIGHTED, Bounds, BoundsRule
+from .rule import WEIGHTED, Bounds, BoundsFromZeroRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 
 ROUNDING = 1e-9  # of the square of a bound
@@ -19,7 +19,8 @@ class TensorVarianceRule(RangeRule):
     """The variance of the output of a layer with weights is tiny or huge.
 
     The further items of an output do not count: the attention weights of one key are all 1. SageMaker Debugger
-    (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave.
+    (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave. A tiny variance after a first one of
+    exactly 0 does not count: the weights, such as `lora_B`, started at zero and have not grown yet.
     """
 
     below: NonNegative = Field(1e-9, description="The variance is below this number.")
@@ -27,7 +28,7 @@ class TensorVarianceRule(RangeRule):
     for_: Count = Field(5, alias="for", description="How often in succession the condition has to hold.")
 
 
-class TensorVariance(BoundsRule[TensorVarianceRule], name="tensor_variance"):
+class TensorVariance(BoundsFromZeroRule[TensorVarianceRule], name="tensor_variance"):
     what = "variance of an output"
     too_large, too_small = "huge output", "constant output"
     stage = "units"

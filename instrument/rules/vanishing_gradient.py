@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..config.rules import PersistentRule
 from ..fields.field_types import Count, NonNegative
-from .rule import Bounds, BoundsRule, Firing
+from .rule import Bounds, BoundsFromZeroRule, Firing
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
@@ -21,6 +21,8 @@ class VanishingGradientRule(PersistentRule):
     The threshold is that of SageMaker Debugger (VanishingGradient) for a loss of 1. A gradient is proportional to the scale of the
     loss, hence the comparison with the first loss. Without a loss, or after a rollout, it is compared with the largest gradient of the
     step: the loss may include that of a critic. A training that has converged has small gradients too, hence the condition on the loss.
+    Steps at a learning rate of 0 do not count, and neither do small gradients after a first one of exactly 0: the weights behind it, such
+    as `lora_B`, start at zero and have not grown yet.
     """
 
     below: NonNegative = Field(
@@ -29,8 +31,8 @@ class VanishingGradientRule(PersistentRule):
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
-class VanishingGradient(BoundsRule[VanishingGradientRule], name="vanishing_gradient"):
-    saved = ("counts", "first_loss", "follows_rollout")
+class VanishingGradient(BoundsFromZeroRule[VanishingGradientRule], name="vanishing_gradient"):
+    saved = (*BoundsFromZeroRule.saved, "first_loss", "follows_rollout")
     what = "vanishing gradient"
     stage = "gradients"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
@@ -54,7 +56,7 @@ class VanishingGradient(BoundsRule[VanishingGradientRule], name="vanishing_gradi
         if self._first_loss is None and not self._follows_rollout and loss is not None and math.isfinite(loss):
             self._set_first_loss(loss)
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
-        if has_learned:
+        if has_learned or rows.metric("lr") == 0:
             return np.zeros(len(chosen.locations), np.bool_)
         if self._first_loss is None:
             values = self.values(rows, chosen)

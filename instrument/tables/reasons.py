@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from .kinds import Kind
@@ -50,6 +50,9 @@ NO_GRAPH = (
 NO_GRAD = "the module was called under torch.no_grad()"
 INFERENCE = "the module was called under torch.inference_mode()"
 NO_INPUT_GRAPH = "its input requires no gradient: it is data, or the output of frozen layers"
+NO_OUTPUT_GRAPH = (
+    "its output requires no gradient: it is computed under torch.no_grad(), is detached, or has integer or bool values"
+)
 OLD_NO_INPUT_GRAPH = (
     "its input needs no gradient: it is data, or comes out of frozen layers"  # in runs of earlier versions
 )
@@ -173,17 +176,13 @@ def phase_never_entered(phase: str) -> str:
     return f"never scheduled: the hook is for phase {phase}, which the loop never entered (with {block}: ...)"
 
 
-def fused_attention_reason(module: Any, parents: Iterable[Any]) -> str | None:
+def fused_attention_reason(module: Any, parents: Sequence[Any]) -> str | None:
     """Return why a module was not called, if attention in a fused function explains it; otherwise None. `parents`: innermost first."""
-    attention = fused = None
-    for parent in parents:
-        classes = [cls.__name__ for cls in type(parent).__mro__]
-        if "MultiheadAttention" in classes and getattr(parent, "out_proj", None) is module:
-            return PROJECTION
-        if attention is None and any("attention" in name.lower() for name in classes):
-            attention = parent
-        if attention is not None and fused is None:
-            fused = _fused(parent)
+    classes = [cls.__name__ for cls in type(parents[0]).__mro__] if parents else []
+    if "MultiheadAttention" in classes and getattr(parents[0], "out_proj", None) is module:
+        return PROJECTION
+    is_of_attention = any("attention" in name.lower() for name in classes)  # not of a part of it, such as an adapter
+    fused = next(filter(None, map(_fused, parents)), None) if is_of_attention else None
     if fused is None or any(True for _ in module.parameters()):
         return None
     return (

@@ -294,6 +294,13 @@ def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
         instrument.attach(model, {}).__enter__()
 
 
+@pytest.mark.parametrize(("name", "allowed"), [("scaler", r"torch\.amp\.GradScaler"), ("out", "path")])
+def test_attach_with_an_argument_of_another_type_is_refused(name: str, allowed: str) -> None:
+    arguments: Any = {name: 3}
+    with pytest.raises(ConfigError, match=rf"{name}: must be a {allowed}\n +given +int"):
+        instrument.attach(nn.Linear(2, 2), {}, **arguments).__enter__()
+
+
 @pytest.mark.parametrize("value", ["5%", 5, [1]])
 def test_attach_with_a_budget_that_is_no_mapping_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"budget: must be a mapping\n +given +"):

@@ -10,7 +10,7 @@ from torch import nn
 
 import instrument
 from instrument.probe.coverage import coverage_warnings
-from instrument.tables.reasons import FROZEN, NEVER_DUE, NO_INPUT_GRAPH
+from instrument.tables.reasons import FROZEN, NEVER_DUE, NO_GRADIENT, NO_INPUT_GRAPH, NO_OUTPUT_GRAPH
 
 
 def row(layer: str, fired: int, cause: str = "", **cells: Any) -> dict[str, Any]:
@@ -55,6 +55,30 @@ def test_torchscript_modules_have_a_reason_and_parameter_hooks(kind: str) -> Non
     causes = {row["layer"]: row["cause"] for row in probe.coverage()}
     assert [layer for layer, cause in causes.items() if "TorchScript" in cause] == ["0", "0.0", "0.1"]
     assert "1" in set(probe.stats["layer"])
+
+
+def test_module_whose_output_requires_no_gradient_is_the_reason() -> None:
+    """Rotary embeddings, metrics and codebooks get hidden states, and return tensors without a graph."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.angles, self.unused = nn.Linear(4, 4), nn.Softmax(dim=1), nn.Linear(4, 4)
+            self.angles.forward = torch.no_grad()(self.angles.forward)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(inputs)
+            self.unused(hidden)
+            return hidden * self.angles(hidden)
+
+    model = Model()
+    spec = {"layers": ["angles", "unused"], "kind": "full_backward", "action": "record"}
+    with pytest.warns(instrument.InstrumentWarning), instrument.attach(model, {"r": spec}, rules=None) as probe:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            probe.end_step()
+    causes = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert causes == {"angles": (2, 0, NO_OUTPUT_GRAPH), "unused": (2, 0, NO_GRADIENT)}
 
 
 def test_reason_of_earlier_steps_is_kept_in_an_incomplete_step() -> None:

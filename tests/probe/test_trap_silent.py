@@ -196,6 +196,14 @@ def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+
+
+def attention_with_unused_adapter() -> nn.Module:
+    attention = Attention()
+    attention.adapter = nn.ModuleDict({"dropout": nn.Dropout()})
+    return nn.Sequential(nn.Linear(4, 4), attention)
+
+
 SILENT = {
     "a module that is never called": Silent(hook("never_called", "forward"), reasons.NOT_CALLED),
     "its output gradients": Silent(hook("never_called", "full_backward"), reasons.NOT_CALLED),
@@ -311,6 +319,9 @@ SILENT = {
         hook("1.attn_drop", "forward"),
         "fused_attn=True",
         model=lambda: nn.Sequential(nn.Linear(4, 4), Attention()),
+    ),
+    "an unused adapter in fused attention": Silent(
+        hook("1.adapter.dropout", "forward"), reasons.NOT_CALLED, model=attention_with_unused_adapter
     ),
     "a replaced module": Silent(hook("used", "forward"), reasons.REPLACED, step=replace_module, expected=2),
 }

@@ -486,6 +486,25 @@ def test_vanishing_gradient_without_a_loss_is_relative_to_other_layers() -> None
     assert fired("vanishing_gradient", [Step(rows=[{**rows[0], "rms": 1e-14}, {**rows[1], "rms": 1e-13}])] * 9) == []
 
 
+@pytest.mark.parametrize(
+    ("rule", "about", "statistic"), [("vanishing_gradient", GRADIENT, "rms"), ("tensor_variance", CONV, "std")]
+)
+def test_weights_that_start_at_zero_are_not_reported(rule: str, about: dict[str, str], statistic: str) -> None:
+    growing = [0.0, 0.0, *(2e-8 * step for step in range(1, 9))]
+    assert fired(rule, values(about, statistic, growing, loss=2.3)) == []
+    for constant in ([0.0] * 5, [0.0, 1e-8, *[0.0] * 5], [1e-3, 0.0, *[1e-8] * 5]):
+        assert len(fired(rule, values(about, statistic, constant, loss=2.3))) == 1
+
+
+def test_zeros_at_a_rate_of_zero_do_not_count() -> None:
+    for rule, statistic, zero in (("all_zero", "zero_fraction", 1.0), ("vanishing_gradient", "rms", 0.0)):
+        warm_up = values(GRADIENT, statistic, [zero], loss=2.3, lr=0.0)
+        warm = values(GRADIENT, statistic, [zero] * 3, loss=2.3, lr=0.1)
+        assert fired(rule, warm_up + warm[:2]) == []
+        (event,) = fired(rule, warm_up + warm)
+        assert event.step == 3
+
+
 def test_gradient_explodes_within_the_first_steps() -> None:
     assert fired("exploding_gradient", values(GRADIENT, "l2", [0.0, 1e-3, 1.0, 2.0])) == []
     (event,) = fired("exploding_gradient", values(GRADIENT, "l2", [1.0, 2.0, 1e6]))
