@@ -283,11 +283,6 @@ def test_error_is_not_preceded_by_the_warning_about_missing_hooks(recwarn: pytes
     assert not [each for each in recwarn if issubclass(each.category, InstrumentWarning)]
 
 
-def test_scaler_of_another_class_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"scaler: must be a torch.amp.GradScaler\n +given +True"):
-        instrument.attach(nn.Linear(2, 2), {}, scaler=True).__enter__()
-
-
 @pytest.mark.parametrize("model", ["m", None])
 def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"model: must be a torch.nn.Module[\s\S]*given +" + type(model).__name__):
