@@ -19,6 +19,7 @@ from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
+from ..runtime.lazy_compiler import has_compiled
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
 from .observed_calls import BATCHES, LOSSES, AnyLossCall, BinaryLossCall, LoaderBatch, LossCall, copied
@@ -58,6 +59,7 @@ class RelationSet(InertWhenCopied):
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
         self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
+        self._of_optimizers: list[RemovableHandle] = []  # also hooks of these
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
         self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
 
@@ -74,9 +76,6 @@ class RelationSet(InertWhenCopied):
         # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
         if not isinstance(training.model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
-        for optimizer in training.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self.handles.append(optimizer.register_step_post_hook(self._after_step))
         if "batches" in sources:
             BATCHES.add(self._on_batch)
         for relation in self._relations.values():
@@ -93,9 +92,16 @@ class RelationSet(InertWhenCopied):
         training.is_checked = is_checked
         if not is_checked:
             self._end_observation()
+            if not (
+                has_compiled() or has_processes()
+            ):  # compiled steps depend on the hooks; processes may make local steps
+                _remove(self._of_optimizers)
             return
         training.end_step()
         LOSSES.add(self._on_loss)
+        for optimizer in () if self._of_optimizers else training.optimizers:
+            self._of_optimizers.append(optimizer.register_step_pre_hook(self._before_step))
+            self._of_optimizers.append(optimizer.register_step_post_hook(self._after_step))
         for optimizer in training.optimizers:
             gradients = [AccumulatedGradient(each, self.clock) for each in smallest_parameters(optimizer)]
             training.gradients[optimizer] = gradients
@@ -104,8 +110,7 @@ class RelationSet(InertWhenCopied):
 
     def _end_observation(self) -> None:
         LOSSES.remove(self._on_loss)
-        while self._observed:
-            self._observed.pop().remove()
+        _remove(self._observed)
         self.training.gradients.clear()
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -213,6 +218,7 @@ class RelationSet(InertWhenCopied):
         for relation in self._relations.values():
             relation.detach()
         self._end_observation()
+        _remove(self._of_optimizers)
         BATCHES.remove(self._on_batch)
         self.training.batches.clear()
         self.training.end_step()
@@ -226,6 +232,11 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _is_checked(offset: int) -> bool:

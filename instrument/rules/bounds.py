@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -27,13 +27,14 @@ _LARGEST = sys.float_info.max
 
 
 class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparisons, bool [2, statistics, rows]."""
+    """The bounds of the rows of a layout, float64 [bounded statistics, rows], and memory for the comparisons."""
 
-    statistics: Sequence[int]  # their indices in `ALL`
+    statistics: Sequence[int]  # of the rows: their indices in `ALL`
+    bounded: list[int]  # the indices in `statistics` of those with bounds
     low: FloatArray
     high: FloatArray
-    outside: BoolArray
-    below: BoolArray  # the halves of `outside`
+    outside: bytearray
+    below: BoolArray  # the halves of `outside`, bool [bounded statistics, rows]
     above: BoolArray
 
 
@@ -47,6 +48,7 @@ class StepBounds:
         self._left = 0  # for how many further steps the bounds hold
         self._last = 0  # the last step for which they hold
         self._metrics: dict[str, tuple[float, float]] = {}  # also of the numbers of targets and rows of relations
+        self._bounded: set[int] = set()  # the indices in `ALL` of statistics that resting rules read
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
         self._kept: list[tuple[_LayoutBounds, RowLayout, FloatArray]] = []
@@ -55,41 +57,36 @@ class StepBounds:
 
     def contain(self, rows: StepRows) -> bool:
         """Return whether a step is within the bounds. If it is, keep its values."""
-        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES or not self._contain_metrics(rows):
+        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES:
             return False
+        values = rows.metrics
+        if values is None or rows.relations or len(rows.targets):
+            values = _values(rows)
+        for name, (low, high) in self._metrics.items():
+            value = values.get(name)
+            if value is not None and not low <= value <= high:  # also NaN
+                return False
         layout = rows.layout
-        if len(layout):
+        if len(layout.numbers):
             if rows.numbers is None:
                 return False
             statistics, numbers = rows.numbers
             bounds = self._of_layout.get(layout)
             if bounds is None or bounds.statistics is not statistics:
                 bounds = self._bounds_of(layout, statistics)
-            np.less(numbers, bounds.low, bounds.below)
-            np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
-            if np.count_nonzero(bounds.outside):
+            bounded = numbers.take(bounds.bounded, 0)
+            np.less(bounded, bounds.low, bounds.below)
+            np.greater(bounded, bounds.high, bounds.above)  # NaN is a missing value and never outside
+            if True in bounds.outside:
                 return False
-            self._kept.append((bounds, layout, numbers))
-            self._rows += len(layout)
-        if rows.phase == "train" and (loss := rows.metric("loss")) is not None:
-            self._losses.append(loss)
+            self._kept.append((bounds, layout, bounded))
+            self._rows += len(layout.numbers)
+        if rows.phase == "train" and (loss := values.get("loss")) is not None:
+            self._losses.append(float(loss))
         self._left -= 1
         self._steps += 1
         if self._steps >= MAX_STEPS or self._rows >= MAX_ROWS:
             self.catch_up()
-        return True
-
-    def _contain_metrics(self, rows: StepRows) -> bool:
-        if rows.relations or len(rows.targets):
-            counts: Mapping[str, Any] = {TARGETS: len(rows.targets), RELATIONS: len(rows.relations)}
-            return self._contain_values(counts) and self._contain_values(rows.metrics or {})
-        return rows.metrics is None or self._contain_values(rows.metrics)
-
-    def _contain_values(self, values: Mapping[str, Any]) -> bool:
-        for name, (low, high) in self._metrics.items():
-            value = values.get(name)
-            if value is not None and not low <= value <= high:  # also NaN
-                return False
         return True
 
     def _bounds_of(self, layout: RowLayout, statistics: Sequence[int]) -> _LayoutBounds:
@@ -97,9 +94,13 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        low, high = (bounds[at[None], np.array(statistics)[:, None]] for bounds in (self._low, self._high))
-        outside = np.empty((2, *low.shape), np.bool_)
-        bounds = _LayoutBounds(statistics, low, high, outside, *outside)
+        has_new = len(self._low) - 1 in at
+        bounded = [index for index, column in enumerate(statistics) if column in self._bounded or has_new]
+        columns = np.array(statistics, np.int64)[bounded, None]
+        low, high = (bounds[at[None], columns] for bounds in (self._low, self._high))
+        outside = bytearray(2 * low.size)
+        halves = np.frombuffer(outside, np.bool_).reshape(2, *low.shape)
+        bounds = _LayoutBounds(statistics, bounded, low, high, outside, *halves)
         self._of_layout[layout] = bounds
         return bounds
 
@@ -121,7 +122,8 @@ class StepBounds:
         self._metrics = {"loss": (-_LARGEST, _LARGEST)}
         self._low, self._high = np.full((2, len(self._locations.all) + 1, len(ALL)), [[[-math.inf]], [[math.inf]]])
         self._low[-1] = math.inf
-        self._high[:, [ALL.index("nan_count"), ALL.index("inf_count")]] = 0.0
+        self._bounded = {ALL.index("nan_count"), ALL.index("inf_count")}
+        self._high[:, [*self._bounded]] = 0.0
         self._resting, self._left, self._last = [], sys.maxsize, sys.maxsize
         active = {}
         for name, rule in self._rules.items():
@@ -151,7 +153,7 @@ class StepBounds:
     def _narrow_metric(self, bounds: Bounds | None, rows: StepRows) -> bool:
         if bounds is None:
             return False
-        value = _metric(rows, bounds.name)
+        value = _values(rows).get(bounds.name)
         if value is not None and not bounds.low <= value <= bounds.high:
             return False
         low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
@@ -171,19 +173,25 @@ class StepBounds:
             return False
         self._last = min(self._last, bounds.last)
         column = ALL.index(bounds.name)
+        self._bounded.add(column)
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
         return True
 
 
-def _table(kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]]) -> tuple[RowLayout, FloatArray]:
+def _table(
+    kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]],
+) -> tuple[RowLayout, Callable[[str], FloatArray]]:
     bounds, layout, _ = kept[0]
-    table = np.full((len(kept), len(layout), len(ALL)), np.nan)
-    table[:, :, bounds.statistics] = np.stack([numbers for *_, numbers in kept]).transpose(0, 2, 1)
-    return layout, table
+    names = [ALL[bounds.statistics[index]] for index in bounds.bounded]
+    missing = np.full(len(layout), np.nan)
+
+    def column(name: str) -> FloatArray:
+        return np.stack([numbers[names.index(name)] if name in names else missing for *_, numbers in kept])
+
+    return layout, column
 
 
-def _metric(rows: StepRows, name: str) -> float | None:
-    if name in (TARGETS, RELATIONS):
-        return len(rows.targets if name == TARGETS else rows.relations)
-    return None if rows.metrics is None else rows.metrics.get(name)
+def _values(rows: StepRows) -> Mapping[str, Any]:
+    """Return the metrics of a step, and the numbers of its targets and of its rows of relations."""
+    return {**(rows.metrics or {}), TARGETS: len(rows.targets), RELATIONS: len(rows.relations)}

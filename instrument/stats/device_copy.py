@@ -123,11 +123,6 @@ class Transfer:
         ]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor | HostCopy] = {}
-        self._known: list[list[float]] | None = None if tensors else []  # the numbers, if they need no copy
-        if len(tensors) == 1 and self._layout[0][1] == 1 and tensors[0].is_cpu:  # most often a loss
-            self._known = [[float(tensors[0].item())]]
-        if self._known is not None:
-            return
         for key in dict.fromkeys(key for key, _ in self._layout):
             flat = [
                 tensor.detach().reshape(-1)
@@ -139,15 +134,12 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Whether everything can be read without waiting, because it was in CPU memory."""
-        return not self._events and (self._known is not None or all(device.type == "cpu" for device, _ in self._copies))
+        return not self._events and all(device.type == "cpu" for device, _ in self._copies)
 
     def read(self) -> Iterator[list[float]]:
         """Return an iterator over the numbers of each tensor in order. This waits for copies that are not complete."""
         for event in self._events:
             event.synchronize()
-        return self._numbers() if self._known is None else iter(self._known)
-
-    def _numbers(self) -> Iterator[list[float]]:
         numbers = {key: _as_numbers(copy) for key, copy in self._copies.items()}
         offsets = dict.fromkeys(numbers, 0)
         for key, count in self._layout:
