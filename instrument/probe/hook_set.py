@@ -150,10 +150,7 @@ class HookSet:
                 torch.compiler.reset()
 
     def end_step(self, row: Mapping[str, float | None]) -> None:
-        """Update the coverage of hooks around optimizer steps, report replaced modules, and end calls that an interrupt left unfinished.
-
-        The row of `metrics` says whether the step was skipped.
-        """
+        """Update the coverage of hooks around optimizer steps, report replaced modules, and end calls that an interrupt left unfinished."""
         stepped = self.steps.end_step()
         if self._step_hooks:
             self._update_step_coverage(row, stepped=stepped)

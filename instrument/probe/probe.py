@@ -535,10 +535,9 @@ class Probe(OwnedByProcess):
 
     def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
         has_pending_rows = self.recorder.has_pending_rows
+        self.recorder.samples.end()
         if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
-            self.end_micro_step()
-        else:
-            self.recorder.samples.end()
+            self._scheduled.end_micro_step()
         metrics["skipped"] = self._hooks.steps.take_skipped()
         seconds = time.perf_counter() - self._step_started_at
         row = self._metrics.write(metrics, samples=samples, seconds=seconds)

@@ -242,8 +242,7 @@ class Recorder:
             local_only: Whether the other processes are gone. Rows are then computed from the parts of this one.
             is_complete: Whether the step has ended, and not only an evaluation or the saving of a checkpoint in it.
         """
-        if self._pending is not None:
-            self.flush()
+        self.flush()
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
         merged = None if self._merger.ranks is None else self._merge(any_scheduled, local_only)

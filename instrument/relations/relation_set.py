@@ -13,11 +13,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
-from ..hooks.hook_group_interface import InertWhenCopied
+from ..hooks.hook_group_interface import HookGroup, InertWhenCopied
 from ..rules.step_rows import RelationRow
 from ..runtime.lazy_compiler import has_compiled
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
@@ -58,8 +57,8 @@ class RelationSet(InertWhenCopied):
         }
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
-        self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
-        self._of_optimizers: list[RemovableHandle] = []  # also hooks of these
+        # The hooks of the checked steps; those of optimizers may remain.
+        self._observed, self._at_steps = HookGroup((), clock), HookGroup((), clock)
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
         self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
 
@@ -92,25 +91,23 @@ class RelationSet(InertWhenCopied):
         training.is_checked = is_checked
         if not is_checked:
             self._end_observation()
-            if not (
-                has_compiled() or has_processes()
-            ):  # compiled steps depend on the hooks; processes may make local steps
-                _remove(self._of_optimizers)
+            if not (has_compiled() or has_processes()):  # graphs depend on them; processes may make local steps
+                self._at_steps.detach()
             return
         training.end_step()
         LOSSES.add(self._on_loss)
-        for optimizer in () if self._of_optimizers else training.optimizers:
-            self._of_optimizers.append(optimizer.register_step_pre_hook(self._before_step))
-            self._of_optimizers.append(optimizer.register_step_post_hook(self._after_step))
+        for optimizer in () if self._at_steps.handles else training.optimizers:
+            self._at_steps.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._at_steps.handles.append(optimizer.register_step_post_hook(self._after_step))
         for optimizer in training.optimizers:
             gradients = [AccumulatedGradient(each, self.clock) for each in smallest_parameters(optimizer)]
             training.gradients[optimizer] = gradients
             for each in gradients:
-                self._observed += each.attach()
+                self._observed.handles += each.attach()
 
     def _end_observation(self) -> None:
         LOSSES.remove(self._on_loss)
-        _remove(self._observed)
+        self._observed.detach()
         self.training.gradients.clear()
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,7 +215,7 @@ class RelationSet(InertWhenCopied):
         for relation in self._relations.values():
             relation.detach()
         self._end_observation()
-        _remove(self._of_optimizers)
+        self._at_steps.detach()
         BATCHES.remove(self._on_batch)
         self.training.batches.clear()
         self.training.end_step()
@@ -232,11 +229,6 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
 
 
 def _is_checked(offset: int) -> bool:

@@ -27,14 +27,13 @@ _LARGEST = sys.float_info.max
 
 
 class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout, float64 [bounded statistics, rows], and memory for the comparisons."""
+    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparisons."""
 
-    statistics: Sequence[int]  # of the rows: their indices in `ALL`
-    bounded: list[int]  # the indices in `statistics` of those with bounds
+    statistics: Sequence[int]  # their indices in `ALL`
     low: FloatArray
     high: FloatArray
     outside: bytearray
-    below: BoolArray  # the halves of `outside`, bool [bounded statistics, rows]
+    below: BoolArray  # the halves of `outside`, bool [statistics, rows]
     above: BoolArray
 
 
@@ -48,7 +47,6 @@ class StepBounds:
         self._left = 0  # for how many further steps the bounds hold
         self._last = 0  # the last step for which they hold
         self._metrics: dict[str, tuple[float, float]] = {}  # also of the numbers of targets and rows of relations
-        self._bounded: set[int] = set()  # the indices in `ALL` of statistics that resting rules read
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
         self._kept: list[tuple[_LayoutBounds, RowLayout, FloatArray]] = []
@@ -74,12 +72,11 @@ class StepBounds:
             bounds = self._of_layout.get(layout)
             if bounds is None or bounds.statistics is not statistics:
                 bounds = self._bounds_of(layout, statistics)
-            bounded = numbers.take(bounds.bounded, 0)
-            np.less(bounded, bounds.low, bounds.below)
-            np.greater(bounded, bounds.high, bounds.above)  # NaN is a missing value and never outside
+            np.less(numbers, bounds.low, bounds.below)
+            np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
             if True in bounds.outside:
                 return False
-            self._kept.append((bounds, layout, bounded))
+            self._kept.append((bounds, layout, numbers))
             self._rows += len(layout.numbers)
         if rows.phase == "train" and (loss := values.get("loss")) is not None:
             self._losses.append(float(loss))
@@ -94,13 +91,10 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        has_new = len(self._low) - 1 in at
-        bounded = [index for index, column in enumerate(statistics) if column in self._bounded or has_new]
-        columns = np.array(statistics, np.int64)[bounded, None]
-        low, high = (bounds[at[None], columns] for bounds in (self._low, self._high))
+        low, high = (bounds[at[None], np.array(statistics)[:, None]] for bounds in (self._low, self._high))
         outside = bytearray(2 * low.size)
         halves = np.frombuffer(outside, np.bool_).reshape(2, *low.shape)
-        bounds = _LayoutBounds(statistics, bounded, low, high, outside, *halves)
+        bounds = _LayoutBounds(statistics, low, high, outside, *halves)
         self._of_layout[layout] = bounds
         return bounds
 
@@ -122,8 +116,7 @@ class StepBounds:
         self._metrics = {"loss": (-_LARGEST, _LARGEST)}
         self._low, self._high = np.full((2, len(self._locations.all) + 1, len(ALL)), [[[-math.inf]], [[math.inf]]])
         self._low[-1] = math.inf
-        self._bounded = {ALL.index("nan_count"), ALL.index("inf_count")}
-        self._high[:, [*self._bounded]] = 0.0
+        self._high[:, [ALL.index("nan_count"), ALL.index("inf_count")]] = 0.0
         self._resting, self._left, self._last = [], sys.maxsize, sys.maxsize
         active = {}
         for name, rule in self._rules.items():
@@ -173,7 +166,6 @@ class StepBounds:
             return False
         self._last = min(self._last, bounds.last)
         column = ALL.index(bounds.name)
-        self._bounded.add(column)
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
         return True
@@ -183,7 +175,7 @@ def _table(
     kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]],
 ) -> tuple[RowLayout, Callable[[str], FloatArray]]:
     bounds, layout, _ = kept[0]
-    names = [ALL[bounds.statistics[index]] for index in bounds.bounded]
+    names = [ALL[index] for index in bounds.statistics]
     missing = np.full(len(layout), np.nan)
 
     def column(name: str) -> FloatArray:

@@ -212,7 +212,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
         return ""
 
     def remember(self, steps: QuietSteps) -> None:
-        """Change the state as by reading steps within the bounds, of statistics with bounds only. Default: they do not change it."""
+        """Change the state as by reading steps within the bounds. Default: they do not change it."""
 
 
 class LocatedRule(CatalogueRule[SpecT]):

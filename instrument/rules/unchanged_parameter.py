@@ -60,10 +60,10 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
     def times_needed(self, slots: IndexArray) -> IndexArray:
         return np.where(self._is_update[slots], self.spec.for_, max(1, self.spec.for_ - 1))
 
-    def bounds(self) -> list[Bounds] | None:
+    def bounds(self) -> Bounds | None:
         if self._any or not self._is_update.all():
             return None
-        return [Bounds("mean"), Bounds("l2", low=np.nextafter(0.0, 1.0))]
+        return Bounds("l2", low=np.nextafter(0.0, 1.0))
 
     def remember(self, steps: QuietSteps) -> None:
         for layout, column in steps.tables:
