@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..hooks.clock import Clock
-from ..stats.device_copy import PendingMetrics, Transfer
+from ..stats.device_copy import PendingMetrics
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
 from .collectives import Ranks
@@ -105,27 +105,20 @@ class Metrics:
             metrics["lr"] = self.steps.take_rate()
         count = _number("samples", samples)
         rate = None if count is None else count / seconds
-        numbers = {**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate}
-        row = _on_host(numbers)
+        row = _on_host({**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate})
         if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
             cells = partial(_cells, (moment.step, moment.epoch, moment.phase, self.clock.rank), row)
-            self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=row is numbers)
+            self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=isinstance(row, dict))
         return row
 
 
-def _on_host(numbers: dict[str, Any]) -> Mapping[str, float | None]:
-    """Replace tensors by their numbers, and return the same object; one that waits for the numbers if they are on a device."""
-    tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+def _on_host(row: dict[str, Any]) -> Mapping[str, float | None]:
+    """Return a row with the numbers of its tensors; one that waits for them if they are on a device."""
+    tensors = [name for name, value in row.items() if isinstance(value, Tensor)]
     if not tensors:
-        return numbers
-    transfer = Transfer([*tensors.values()])
-
-    def read() -> dict[str, Any]:
-        for name, (number,) in zip(tensors, transfer.read(), strict=True):
-            numbers[name] = number
-        return numbers
-
-    return read() if transfer.is_complete else PendingMetrics(read)
+        return row
+    pending = PendingMetrics(row, tensors)
+    return pending.row if pending.transfer.is_complete else pending
 
 
 def _cells(place: Row, row: Mapping[str, Any]) -> Row:

@@ -541,8 +541,7 @@ class Probe(OwnedByProcess):
         metrics["skipped"] = self._hooks.steps.take_skipped()
         seconds = time.perf_counter() - self._step_started_at
         row = self._metrics.write(metrics, samples=samples, seconds=seconds)
-        if self._layers_pending:
-            self._write_layers()
+        self._write_layers()
         self._write_relations()
         self._hooks.end_step(row)
         self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
@@ -553,8 +552,7 @@ class Probe(OwnedByProcess):
         now = time.perf_counter()
         self._overhead.add(self._scheduled.names, now - self._step_started_at, has_pending_rows=has_pending_rows)
         self._step_started_at = now
-        _, _, epoch, phase = self.clock.moment
-        self._scheduled.advance(StepContext(step, 0, epoch, phase))
+        self._scheduled.advance(StepContext(step, 0, *self.clock.moment[2:]))
         return row
 
     def write_metrics(

@@ -250,8 +250,7 @@ class Recorder:
         if merged is not None and merged.block is not None:
             stats = stats.followed_by(merged.block)
         further = self._take_further([*stats.others.values(), *effects.others.values()])
-        relations, self._relations = self._relations, {}
-        metrics, self._metrics = self._metrics, []
+        metrics, relations, self._metrics, self._relations = self._metrics, self._relations, [], {}
         step = _Step(stats, effects, merged, metrics, relations, further, is_complete)
         is_on_host = further is _NOTHING or (further.transfer.is_complete and not (further.sums or further.deferred))
         if is_on_host and not (stats.device_rows or effects.device_rows) and (merged is None or merged.is_complete):

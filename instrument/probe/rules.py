@@ -116,7 +116,8 @@ def _statistics(stats: StatisticsRows, rows: list[int] | None) -> _Statistics:
     statistics, numbers = stats.layout.built_in, stats.values
     if rows is None:
         return stats.sites, stats.column, (statistics, numbers)
-    return [stats.sites[row] for row in rows], lambda name: stats.column(name)[rows], (statistics, numbers[:, rows])
+    sites, of_rows = [stats.sites[row] for row in rows], (statistics, numbers.take(rows, 1))
+    return sites, lambda name: stats.column(name)[rows], of_rows
 
 
 def _site(row: Row) -> RowSite:

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..config.schedule import STEP_PHASES
 from ..tables.statistics import ALL
 from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
-from .step_rows import BoolArray, FloatArray, IndexArray, Locations, RowLayout, StepRows
+from .step_rows import FloatArray, IndexArray, Locations, RowLayout, StepRows
 
 MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
@@ -26,15 +26,20 @@ MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
 
 
-class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparisons."""
+try:
+    from ..stats.native import are_within
+# Installed without a C compiler.
+except ImportError:
 
-    statistics: Sequence[int]  # their indices in `ALL`
-    low: FloatArray
-    high: FloatArray
-    outside: bytearray
-    below: BoolArray  # the halves of `outside`, bool [statistics, rows]
-    above: BoolArray
+    def are_within(numbers: FloatArray, bounds: bytes) -> bool:  # type: ignore[misc]
+        """Return whether all numbers are between their bounds, float64 [2, *shape of the numbers]. NaN, a missing value, is."""
+        low, high = np.frombuffer(bounds).reshape(2, *numbers.shape)
+        return not ((numbers < low) | (numbers > high)).any()
+
+
+_LayoutBounds = tuple[Sequence[int], bytes]
+"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows, float64 [2, statistics, rows]."""
+_Kept = tuple[_LayoutBounds, RowLayout, FloatArray]
 
 
 class StepBounds:
@@ -49,7 +54,7 @@ class StepBounds:
         self._metrics: dict[str, tuple[float, float]] = {}  # also of the numbers of targets and rows of relations
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
-        self._kept: list[tuple[_LayoutBounds, RowLayout, FloatArray]] = []
+        self._kept: list[_Kept] = []
         self._losses: list[float] = []  # of kept training steps
         self._steps = self._rows = 0  # of all kept steps
 
@@ -70,11 +75,9 @@ class StepBounds:
                 return False
             statistics, numbers = rows.numbers
             bounds = self._of_layout.get(layout)
-            if bounds is None or bounds.statistics is not statistics:
+            if bounds is None or bounds[0] is not statistics:
                 bounds = self._bounds_of(layout, statistics)
-            np.less(numbers, bounds.low, bounds.below)
-            np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
-            if True in bounds.outside:
+            if not are_within(numbers, bounds[1]):
                 return False
             self._kept.append((bounds, layout, numbers))
             self._rows += len(layout.numbers)
@@ -91,11 +94,8 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        low, high = (bounds[at[None], np.array(statistics)[:, None]] for bounds in (self._low, self._high))
-        outside = bytearray(2 * low.size)
-        halves = np.frombuffer(outside, np.bool_).reshape(2, *low.shape)
-        bounds = _LayoutBounds(statistics, low, high, outside, *halves)
-        self._of_layout[layout] = bounds
+        both = np.stack([self._low, self._high])[:, at[None], np.array(statistics)[:, None]]
+        bounds = self._of_layout[layout] = statistics, both.tobytes()
         return bounds
 
     def catch_up(self) -> None:
@@ -171,11 +171,9 @@ class StepBounds:
         return True
 
 
-def _table(
-    kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]],
-) -> tuple[RowLayout, Callable[[str], FloatArray]]:
-    bounds, layout, _ = kept[0]
-    names = [ALL[index] for index in bounds.statistics]
+def _table(kept: Sequence[_Kept]) -> tuple[RowLayout, Callable[[str], FloatArray]]:
+    (statistics, _), layout, _ = kept[0]
+    names = [ALL[index] for index in statistics]
     missing = np.full(len(layout), np.nan)
 
     def column(name: str) -> FloatArray:

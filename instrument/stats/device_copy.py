@@ -6,8 +6,8 @@ host does not wait. Recorded tensors are copied on a stream of their own, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,9 @@ class Transfer:
         """Return an iterator over the numbers of each tensor in order. This waits for copies that are not complete."""
         for event in self._events:
             event.synchronize()
+        return self._numbers()
+
+    def _numbers(self) -> Iterator[list[float]]:
         numbers = {key: _as_numbers(copy) for key, copy in self._copies.items()}
         offsets = dict.fromkeys(numbers, 0)
         for key, count in self._layout:
@@ -160,17 +163,16 @@ def _as_numbers(copy: Tensor | HostCopy) -> list[float]:
 
 
 class PendingMetrics(Mapping[str, float | None]):
-    """A row of metrics that is being copied. Reading it waits for the copy."""
+    """A row of metrics, of which those with a name in `copied` are tensors that are being copied. Reading it waits for the copy."""
 
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
-        self._read = read
-        self._row: dict[str, Any] | None = None
+    def __init__(self, row: Mapping[str, Any], copied: Sequence[str]) -> None:
+        self._row, self._copied = row, copied
+        self.transfer = Transfer([row[name] for name in copied])
 
-    @property
+    @cached_property
     def row(self) -> dict[str, Any]:
-        if self._row is None:
-            self._row = self._read()
-        return self._row
+        numbers = (number for (number,) in self.transfer.read())
+        return {**self._row, **dict(zip(self._copied, numbers, strict=True))}
 
     def __getitem__(self, name: str) -> float | None:
         value: float | None = self.row[name]

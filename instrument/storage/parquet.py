@@ -130,10 +130,9 @@ class ParquetSink:
             self._step = max(steps, default=self._step)
             self._rows = {}
 
-    def _append(self, table: str, groups: list[Sequence[Row]]) -> int | None:
+    def _append(self, table: str, groups: list[Any]) -> int | None:
         """Write rows to the journal of a table. Return the step of the last one; None if it is not of a step."""
-        rows: Any = groups[-1]
-        template = self._templates[table]
+        rows, template = groups[-1], self._templates[table]
         batch: pa.RecordBatch | Message | None = as_batch(TABLES[table], *groups) if len(groups) > 1 else None
         if hasattr(rows, "columns"):  # `StepColumns`; `isinstance` with an abstract class takes longer
             step, phase = rows.latest
