@@ -33,7 +33,7 @@ _MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
 
 class RelationSet(InertWhenCopied):
-    """Checks relations in the first steps, and rarely later. In other steps, its hooks return at once.
+    """Checks relations in the first steps, and rarely later. In other steps, its hook on the model returns at once.
 
     Args:
         names: The names of the relations.
