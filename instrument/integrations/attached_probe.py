@@ -60,18 +60,12 @@ class AttachedProbe(Probe):
         if self._folder is not None:
             self._control = Control(self._folder, Settings.of(self._info["config"]), self)
 
-    def end_step(
-        self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
-    ) -> Mapping[str, float | None]:
-        """End the current step, and make the changes that were requested; see `Probe.end_step`.
-
-        Raises:
-            InstrumentError: The block has ended.
-        """
+    def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
+        """End the current step, and make the changes that were requested."""
         if self._status != "running":
             message = "the block of the probe has ended, which removed its hooks: call end_step inside the block"
             raise InstrumentError(message)
-        row = super().end_step(loss=loss, samples=samples, **metrics)
+        row = super()._end_step(samples, metrics)
         if self._control is not None:
             self._control.end_step()
         return row

@@ -149,12 +149,15 @@ class HookSet:
             if was_suspended and has_compiled():
                 torch.compiler.reset()
 
-    def end_step(self) -> None:
-        """Report replaced modules, and end the calls of modules that an interrupt left unfinished."""
-        self.report_replacements()
+    def end_step(self, row: Mapping[str, float | None]) -> None:
+        """Update the coverage of hooks around optimizer steps, report replaced modules, and end calls that an interrupt left unfinished."""
+        stepped = self.steps.end_step()
+        if self._step_hooks:
+            self._update_step_coverage(row, stepped=stepped)
+        if self._module_slots or self._gradient_groups:
+            self.report_replacements()
         if self._functions is not None:
             self._functions.mode.leave_all()
-        self.steps.end_step()
 
     def loss(self, loss: Tensor) -> Tensor:
         for group in self._groups:
@@ -176,12 +179,8 @@ class HookSet:
             if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
                 group.before_step()
 
-    def update_step_coverage(self, row: Mapping[str, float | None]) -> None:
-        """Update the coverage of hooks around optimizer steps. The row of `metrics` says whether the step was skipped.
-
-        With several optimizers, not all make a step in every step of the loop.
-        """
-        stepped, several = self.steps.take_stepped(), len(self.optimizers) > 1
+    def _update_step_coverage(self, row: Mapping[str, float | None], *, stepped: bool) -> None:
+        several = len(self.optimizers) > 1  # not all make a step in every step of the loop
         scheduled = [attached for attached in self._step_hooks if attached.is_scheduled]
         without_opportunity = [attached for attached in scheduled if not attached.has_opportunities]
         skipped = False

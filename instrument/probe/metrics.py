@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..hooks.clock import Clock
-from ..stats.device_copy import PendingMetrics, Transfer
+from ..stats.device_copy import PendingMetrics
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
 from .collectives import Ranks
@@ -26,7 +27,7 @@ _RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor | float | None]:
-    """Return metrics as numbers, or as tensors with one element, which can be on a device.
+    """Return metrics as numbers, or as tensors with one element if they are on a device.
 
     A name without its own column is a custom metric. NumPy arrays and sequences of one number are converted.
 
@@ -51,7 +52,7 @@ def _number(name: str, value: Any) -> Tensor | float | None:
         return value
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
-            return value.detach() if value.requires_grad else value
+            return float(value.item()) if value.is_cpu else value.detach()
         raise TypeError(f"{name} must be one real number, but is a tensor of shape {list(value.shape)}, {value.dtype}")
     try:
         array = np.asarray(value)
@@ -93,7 +94,7 @@ class Metrics:
         return [name for logged in self._logged.values() for name in logged]
 
     def write(
-        self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
+        self, metrics: dict[str, Tensor | float | None], *, seconds: float, samples: int | None = None
     ) -> Mapping[str, float | None]:
         if self._logged:
             metrics = self._logged.pop(self.clock.moment.phase, {}) | {
@@ -104,21 +105,22 @@ class Metrics:
             metrics["lr"] = self.steps.take_rate()
         count = _number("samples", samples)
         rate = None if count is None else count / seconds
-        numbers: dict[str, Any] = {**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate}
-        tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-        transfer = Transfer([*tensors.values()])
-
-        def read() -> dict[str, Any]:
-            for name, (number,) in zip(tensors, transfer.read(), strict=True):
-                numbers[name] = number
-            return numbers
-
-        def cells() -> Row:
-            *values, skipped = _VALUES_OF(row)
-            place = moment.step, moment.epoch, moment.phase, self.clock.rank
-            return (*place, *values, None if skipped is None else bool(skipped), custom_metrics_in(row) or None)
-
-        row = read() if transfer.is_complete else PendingMetrics(read)
+        row = _on_host({**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate})
         if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
-            self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=transfer.is_complete)
+            cells = partial(_cells, (moment.step, moment.epoch, moment.phase, self.clock.rank), row)
+            self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=isinstance(row, dict))
         return row
+
+
+def _on_host(row: dict[str, Any]) -> Mapping[str, float | None]:
+    """Return a row with the numbers of its tensors; one that waits for them if they are on a device."""
+    tensors = [name for name, value in row.items() if isinstance(value, Tensor)]
+    if not tensors:
+        return row
+    pending = PendingMetrics(row, tensors)
+    return pending.row if pending.transfer.is_complete else pending
+
+
+def _cells(place: Row, row: Mapping[str, Any]) -> Row:
+    *values, skipped = _VALUES_OF(row)
+    return (*place, *values, None if skipped is None else bool(skipped), custom_metrics_in(row) or None)

@@ -85,9 +85,11 @@ class StepWatch(HookGroup):
             )
         self._announced.update(optimizers)
 
-    def end_step(self) -> None:
-        """Forget announced steps that did not follow, because a gradient scaler skipped them."""
+    def end_step(self) -> bool:
+        """Return whether any optimizer made a step in the training step. Forget announced ones that a gradient scaler skipped."""
         self._announced.clear()
+        stepped, self._stepped = self._stepped, False
+        return stepped
 
     def scale(self) -> Tensor:
         """Return the scale on the device of the scaler."""
@@ -113,11 +115,6 @@ class StepWatch(HookGroup):
         """Return whether the scaler found values in the last step that are not finite. Waits for the device, as the scaler did."""
         previous_scale, scale = self._scales
         return bool(scale < previous_scale.to(scale.device))
-
-    def take_stepped(self) -> bool:
-        """Return whether any optimizer made a step in the last training step."""
-        stepped, self._stepped = self._stepped, False
-        return stepped
 
     def take_rate(self) -> Tensor | float | None:
         """Return the learning rate of the first optimizer's first parameter group in the last step.

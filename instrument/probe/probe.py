@@ -121,7 +121,7 @@ class Probe(OwnedByProcess):
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
             sink,
-            self._on_rows if rules else None,
+            self._rule_rows if rules else None,
             ranks,
             all_samples=ids == "all",
             print_line=print_line,
@@ -188,6 +188,8 @@ class Probe(OwnedByProcess):
         try:
             self._hooks.attach()
             self._hooks.add(self._relations)
+            if self._relations.reads_fingerprints:
+                self.recorder.on_rows = self._on_rows
             if not self._is_resumed:
                 self._layers_pending = self.ranks is None or self.ranks.is_rank_zero
                 for remark in remarks(self.plan):
@@ -291,7 +293,7 @@ class Probe(OwnedByProcess):
         try:
             yield
             if self._metrics.has_logged:
-                self._metrics.write(seconds=time.perf_counter() - started_at)
+                self._metrics.write({}, seconds=time.perf_counter() - started_at)
             self._write_relations()
         finally:
             self.phase = previous_phase
@@ -515,6 +517,7 @@ class Probe(OwnedByProcess):
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
             AlreadyAttachedError: The probe belongs to the parent of this forked process.
+            InstrumentError: The block of `instrument.attach` has ended.
         """
         if self.is_inherited:
             raise AlreadyAttachedError(
@@ -530,26 +533,24 @@ class Probe(OwnedByProcess):
 
     def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
         has_pending_rows = self.recorder.has_pending_rows
+        self.recorder.samples.end()
         if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
-            self.end_micro_step()
-        else:
-            self.recorder.samples.end()
-        skipped = self._hooks.steps.take_skipped()
+            self._scheduled.end_micro_step()
+        metrics["skipped"] = self._hooks.steps.take_skipped()
         seconds = time.perf_counter() - self._step_started_at
-        row = self._metrics.write(samples=samples, seconds=seconds, skipped=skipped, **metrics)
+        row = self._metrics.write(metrics, samples=samples, seconds=seconds)
         self._write_layers()
         self._write_relations()
-        self._hooks.update_step_coverage(row)
-        self._hooks.end_step()
+        self._hooks.end_step(row)
         self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
-        step = self.step + 1
+        step = self.clock.moment.step + 1
         self._rule_actions.act(step)
         if self.budget is not None:
             self.budget.end_step(step, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows)
         now = time.perf_counter()
         self._overhead.add(self._scheduled.names, now - self._step_started_at, has_pending_rows=has_pending_rows)
         self._step_started_at = now
-        self._scheduled.advance(StepContext(step, 0, self.epoch, self.phase))
+        self._scheduled.advance(StepContext(step, 0, *self.clock.moment[2:]))
         return row
 
     def write_metrics(
@@ -565,7 +566,7 @@ class Probe(OwnedByProcess):
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
         """
-        return self._metrics.write(seconds=seconds, samples=samples, **checked_metrics(metrics))
+        return self._metrics.write(checked_metrics(metrics), seconds=seconds, samples=samples)
 
     def log(self, **metrics: Tensor | float | None) -> None:
         """Add numbers to the next row of the `metrics` table: that of the step, or of the evaluation in whose block it is called.
@@ -626,7 +627,7 @@ class Probe(OwnedByProcess):
     def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:
         """Pass the rows of a step to the rules, and its fingerprints to the relations."""
         self._rule_rows(stats, *others)
-        if stats is not None and self._relations.reads_fingerprints:
+        if stats is not None:
             self._relations.training.fingerprints += stats.fingerprints()
 
     def _write_relations(self) -> None:
@@ -689,7 +690,7 @@ class Probe(OwnedByProcess):
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
         moment = self.clock.moment
         is_unfinished = self._scheduled.has_opportunities or (moment.phase == "train" and moment.micro_step > 0)
-        if self.step == self._first_step and error is None and (is_unfinished or self._hooks.steps.take_stepped()):
+        if self.step == self._first_step and error is None and (is_unfinished or self._hooks.steps.end_step()):
             message = f"end_step was never called: all rows have step {self.step}, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         if self._metrics.unwritten and error is None:

@@ -250,11 +250,13 @@ class Recorder:
         if merged is not None and merged.block is not None:
             stats = stats.followed_by(merged.block)
         further = self._take_further([*stats.others.values(), *effects.others.values()])
-        relations, self._relations = self._relations, {}
-        self._pending = _Step(stats, effects, merged, take(self._metrics), relations, further, is_complete)
+        metrics, relations, self._metrics, self._relations = self._metrics, self._relations, [], {}
+        step = _Step(stats, effects, merged, metrics, relations, further, is_complete)
         is_on_host = further is _NOTHING or (further.transfer.is_complete and not (further.sums or further.deferred))
         if is_on_host and not (stats.device_rows or effects.device_rows) and (merged is None or merged.is_complete):
-            self.flush()
+            self._pass_on(step)
+        else:
+            self._pending = step
 
     def _merge(self, any_scheduled: bool, local_only: bool) -> MergedRows | None:
         if len(parts := self._merged_stats.take(rows_elsewhere=self._merger.statistics_on_device)):
@@ -266,11 +268,10 @@ class Recorder:
 
     def _take_further(self, others: Sequence[_Values | _EffectValues]) -> _Further:
         """Return the results besides rows of numbers on the host, and begin to copy their numbers, and those of `others`."""
-        batches = self.samples.take()
-        has_rows = others or batches or self._lines or self._tensors or self._measured or self._deferred
+        has_rows = others or self.samples.finished or self._lines or self._tensors or self._measured or self._deferred
         if not (has_rows or self._memory.is_used or self._copied_from):
             return _NOTHING
-        lines, tensors = take(self._lines), take(self._tensors)
+        batches, lines, tensors = take(self.samples.finished), take(self._lines), take(self._tensors)
         on_device = [number for each in (*others, *(values for _, values in lines)) for number in each.numbers]
         measured = [
             (table, row, values() if callable(values) else values, cells, decisions)
@@ -313,9 +314,12 @@ class Recorder:
     def flush(self) -> None:
         """Pass the rows of all completed steps to the sink and to the rules. Waits for values that are being copied from a GPU."""
         step, self._pending = self._pending, None
-        if step is None:
-            return
-        stats, samples = self._write_rows(step) if step.has_rows else (None, ())
+        if step is not None:
+            self._pass_on(step)
+
+    def _pass_on(self, step: _Step) -> None:
+        has_rows = step.further is not _NOTHING or len(step.stats.keys) or len(step.effects.keys) or step.merged
+        stats, samples = self._write_rows(step) if has_rows else (None, ())
         if self.on_rows is not None:
             self.on_rows(stats, step.metrics, samples, step.relations, step.is_complete)
         self.sink.end_step()
@@ -444,10 +448,6 @@ class _Step(NamedTuple):
     relations: Relations
     further: _Further
     is_complete: bool
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.further is not _NOTHING or len(self.stats) or len(self.effects) or self.merged)
 
 
 def _read_sums(step: _Step) -> None:

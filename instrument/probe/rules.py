@@ -29,8 +29,8 @@ from .slab_rows import StatisticsRows
 _Moment = tuple[int, str]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
 _Numbers = tuple[Sequence[int], FloatArray]
-_NO_ROWS: list[Any] = []
-_NO_NUMBERS: _Numbers = ((), np.empty((0, 0)))
+_Statistics = tuple[Sequence[Row], Callable[[str], FloatArray], _Numbers]
+_NO_STATISTICS: _Statistics = ([], lambda name: np.empty(0), ((), np.empty((0, 0))))
 _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute")
 
 
@@ -71,7 +71,7 @@ class RuleRows:
         if is_complete and len(metrics) == 1 and not (samples or relations or self._begun):
             step, phase, row = metrics[0]
             if stats is None or (stats.moment is not None and stats.latest == (step, phase)):  # one complete step
-                sites, statistic, numbers = _statistics(stats, None)
+                sites, statistic, numbers = _NO_STATISTICS if stats is None else _statistics(stats, None)
                 layout = self._rules.layout(sites, phase, _site)
                 self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=numbers))
                 return
@@ -81,7 +81,8 @@ class RuleRows:
         moments = {**self._begun, **metrics_by_step, **indices, **targets, **relations}
         for moment in moments if len(moments) == 1 else sorted(moments, key=time_order):
             step, phase = moment
-            part = _Part(*_statistics(stats, indices.get(moment, _NO_ROWS)), targets.get(moment))
+            of_moment = _statistics(stats, indices[moment]) if stats and moment in indices else _NO_STATISTICS
+            part = _Part(*of_moment, targets.get(moment))
             if moment in self._begun:
                 part = self._begun.pop(moment).followed_by(part)
             if not is_complete and phase in STEP_PHASES:
@@ -110,16 +111,13 @@ def _indices(stats: StatisticsRows) -> dict[_Moment, list[int] | None]:
     return groups
 
 
-def _statistics(
-    stats: StatisticsRows | None, rows: list[int] | None
-) -> tuple[Sequence[Row], Callable[[str], FloatArray], _Numbers]:
+def _statistics(stats: StatisticsRows, rows: list[int] | None) -> _Statistics:
     """Return the sites and the statistics of some rows. None selects all rows."""
-    if stats is None or rows is _NO_ROWS:
-        return _NO_ROWS, lambda name: np.empty(0), _NO_NUMBERS
     statistics, numbers = stats.layout.built_in, stats.values
     if rows is None:
         return stats.sites, stats.column, (statistics, numbers)
-    return [stats.sites[row] for row in rows], lambda name: stats.column(name)[rows], (statistics, numbers[:, rows])
+    sites, of_rows = [stats.sites[row] for row in rows], (statistics, numbers.take(rows, 1))
+    return sites, lambda name: stats.column(name)[rows], of_rows
 
 
 def _site(row: Row) -> RowSite:
@@ -188,6 +186,8 @@ class RuleActions:
         """
         self.should_checkpoint = False
         events = self.rules.take_fired()
+        if self.ranks is None and not (events or self.fired):
+            return
         to_act = [name for name in self._names if name in events]
         if self.ranks is not None and self._names:
             flags = self.ranks.any_rank([name in events for name in self._names])

@@ -111,7 +111,7 @@ class Samples:
         self.of_all_batches = of_all_batches
         self.expects_tensors = False  # whether a scheduled hook records tensors
         self._batch: SampleBatch | None = None
-        self._finished: list[SampleBatch] = []
+        self.finished: list[SampleBatch] = []  # the batches of the step whose rows are to be written
         self._has_tensor = False  # whether a tensor was stored in this micro-step
         self._has_kept = False  # whether a tensor was kept in memory
         self._kept: list[SampleBatch] = []  # the batches of tensors in memory
@@ -149,6 +149,8 @@ class Samples:
         Raises:
             ConfigError: No recorded tensor has as many samples in dimension 0 as the loop named.
         """
+        if self._batch is None and not (self._has_tensor or self._has_kept):
+            return
         batch, self._batch = self._batch, None
         has_tensor, self._has_tensor = self._has_tensor, False
         has_kept, self._has_kept = self._has_kept, False
@@ -156,13 +158,13 @@ class Samples:
         if batch is None or not (has_tensor or has_kept or self.of_all_batches):
             return
         # The backward pass of a micro-step in a pipeline.
-        if any(each.moment == batch.moment for each in self._finished):
+        if any(each.moment == batch.moment for each in self.finished):
             return
         if is_checked and batch.is_checked and sizes and len(batch) not in sizes:
             message = "the number of ids differs from the size of dimension 0 of the recorded tensors"
             raise ConfigError(Problem("ids", message, len(batch), ", ".join(map(str, sorted(sizes)))))
         if has_tensor or self.of_all_batches:
-            self._finished.append(batch)
+            self.finished.append(batch)
         else:
             self._kept.append(batch)
 
@@ -174,11 +176,7 @@ class Samples:
         """Write the rows of the batches of these steps and phases with the next step, because their tensors are written."""
         for batch in take(self._kept):
             batch.is_late = (batch.moment.step, batch.moment.phase) in periods
-            (self._finished if batch.is_late else self._kept).append(batch)
-
-    def take(self) -> list[SampleBatch]:
-        """Return the batches of the step whose rows are to be written."""
-        return take(self._finished)
+            (self.finished if batch.is_late else self._kept).append(batch)
 
 
 def checked_ids(ids: Any) -> Tensor | Sequence[str]:

@@ -13,12 +13,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
-from ..hooks.hook_group import InertWhenCopied
+from ..hooks.hook_group import HookGroup, InertWhenCopied
 from ..rules.step_rows import RelationRow
+from ..runtime.lazy_compiler import has_compiled
 from .exchange import has_processes
 from .observations import (
     BATCHES,
@@ -42,7 +42,7 @@ _MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
 
 class RelationSet(InertWhenCopied):
-    """Checks relations in the first steps, and rarely later. In other steps, its hooks return at once.
+    """Checks relations in the first steps, and rarely later. In other steps, its hook on the model returns at once.
 
     Args:
         names: The names of the relations.
@@ -63,7 +63,8 @@ class RelationSet(InertWhenCopied):
         self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
-        self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
+        # The hooks of the checked steps; those of optimizers may remain.
+        self._observed, self._at_steps = HookGroup((), clock), HookGroup((), clock)
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
         self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
 
@@ -80,9 +81,6 @@ class RelationSet(InertWhenCopied):
         # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
         if not isinstance(training.model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
-        for optimizer in training.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self.handles.append(optimizer.register_step_post_hook(self._after_step))
         if "batches" in sources:
             BATCHES.add(self._on_batch)
         for relation in self._relations.values():
@@ -99,19 +97,23 @@ class RelationSet(InertWhenCopied):
         training.is_checked = is_checked
         if not is_checked:
             self._end_observation()
+            if not (has_compiled() or has_processes()):  # graphs depend on them; processes may make local steps
+                self._at_steps.detach()
             return
         training.end_step()
         LOSSES.add(self._on_loss)
+        for optimizer in () if self._at_steps.handles else training.optimizers:
+            self._at_steps.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._at_steps.handles.append(optimizer.register_step_post_hook(self._after_step))
         for optimizer in training.optimizers:
             gradients = [AccumulatedGradient(each, self.clock) for each in smallest_parameters(optimizer)]
             training.gradients[optimizer] = gradients
             for each in gradients:
-                self._observed += each.attach()
+                self._observed.handles += each.attach()
 
     def _end_observation(self) -> None:
         LOSSES.remove(self._on_loss)
-        while self._observed:
-            self._observed.pop().remove()
+        self._observed.detach()
         self.training.gradients.clear()
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,6 +218,7 @@ class RelationSet(InertWhenCopied):
         for relation in self._relations.values():
             relation.detach()
         self._end_observation()
+        self._at_steps.detach()
         BATCHES.remove(self._on_batch)
         self.training.batches.clear()
         self.training.end_step()

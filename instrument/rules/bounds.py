@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..config.schedule import STEP_PHASES
 from ..tables.statistics import ALL
 from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
-from .step_rows import BoolArray, FloatArray, IndexArray, Locations, RowLayout, StepRows
+from .step_rows import FloatArray, IndexArray, Locations, RowLayout, StepRows
 
 MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
@@ -26,15 +26,20 @@ MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
 
 
-class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparisons, bool [2, statistics, rows]."""
+try:
+    from ..stats.native import are_within
+# Installed without a C compiler.
+except ImportError:
 
-    statistics: Sequence[int]  # their indices in `ALL`
-    low: FloatArray
-    high: FloatArray
-    outside: BoolArray
-    below: BoolArray  # the halves of `outside`
-    above: BoolArray
+    def are_within(numbers: FloatArray, bounds: bytes) -> bool:  # type: ignore[misc]
+        """Return whether all numbers are between their bounds, float64 [2, *shape of the numbers]. NaN, a missing value, is."""
+        low, high = np.frombuffer(bounds).reshape(2, *numbers.shape)
+        return not ((numbers < low) | (numbers > high)).any()
+
+
+_LayoutBounds = tuple[Sequence[int], bytes]
+"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows, float64 [2, statistics, rows]."""
+_Kept = tuple[_LayoutBounds, RowLayout, FloatArray]
 
 
 class StepBounds:
@@ -49,47 +54,39 @@ class StepBounds:
         self._metrics: dict[str, tuple[float, float]] = {}  # also of the numbers of targets and rows of relations
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
-        self._kept: list[tuple[_LayoutBounds, RowLayout, FloatArray]] = []
+        self._kept: list[_Kept] = []
         self._losses: list[float] = []  # of kept training steps
         self._steps = self._rows = 0  # of all kept steps
 
     def contain(self, rows: StepRows) -> bool:
         """Return whether a step is within the bounds. If it is, keep its values."""
-        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES or not self._contain_metrics(rows):
+        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES:
             return False
-        layout = rows.layout
-        if len(layout):
-            if rows.numbers is None:
-                return False
-            statistics, numbers = rows.numbers
-            bounds = self._of_layout.get(layout)
-            if bounds is None or bounds.statistics is not statistics:
-                bounds = self._bounds_of(layout, statistics)
-            np.less(numbers, bounds.low, bounds.below)
-            np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
-            if np.count_nonzero(bounds.outside):
-                return False
-            self._kept.append((bounds, layout, numbers))
-            self._rows += len(layout)
-        if rows.phase == "train" and (loss := rows.metric("loss")) is not None:
-            self._losses.append(loss)
-        self._left -= 1
-        self._steps += 1
-        if self._steps >= MAX_STEPS or self._rows >= MAX_ROWS:
-            self.catch_up()
-        return True
-
-    def _contain_metrics(self, rows: StepRows) -> bool:
-        if rows.relations or len(rows.targets):
-            counts: Mapping[str, Any] = {TARGETS: len(rows.targets), RELATIONS: len(rows.relations)}
-            return self._contain_values(counts) and self._contain_values(rows.metrics or {})
-        return rows.metrics is None or self._contain_values(rows.metrics)
-
-    def _contain_values(self, values: Mapping[str, Any]) -> bool:
+        values = rows.metrics
+        if values is None or rows.relations or len(rows.targets):
+            values = _values(rows)
         for name, (low, high) in self._metrics.items():
             value = values.get(name)
             if value is not None and not low <= value <= high:  # also NaN
                 return False
+        layout = rows.layout
+        if len(layout.numbers):
+            if rows.numbers is None:
+                return False
+            statistics, numbers = rows.numbers
+            bounds = self._of_layout.get(layout)
+            if bounds is None or bounds[0] is not statistics:
+                bounds = self._bounds_of(layout, statistics)
+            if not are_within(numbers, bounds[1]):
+                return False
+            self._kept.append((bounds, layout, numbers))
+            self._rows += len(layout.numbers)
+        if rows.phase == "train" and (loss := values.get("loss")) is not None:
+            self._losses.append(float(loss))
+        self._left -= 1
+        self._steps += 1
+        if self._steps >= MAX_STEPS or self._rows >= MAX_ROWS:
+            self.catch_up()
         return True
 
     def _bounds_of(self, layout: RowLayout, statistics: Sequence[int]) -> _LayoutBounds:
@@ -97,10 +94,8 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        low, high = (bounds[at[None], np.array(statistics)[:, None]] for bounds in (self._low, self._high))
-        outside = np.empty((2, *low.shape), np.bool_)
-        bounds = _LayoutBounds(statistics, low, high, outside, *outside)
-        self._of_layout[layout] = bounds
+        both = np.stack([self._low, self._high])[:, at[None], np.array(statistics)[:, None]]
+        bounds = self._of_layout[layout] = statistics, both.tobytes()
         return bounds
 
     def catch_up(self) -> None:
@@ -151,7 +146,7 @@ class StepBounds:
     def _narrow_metric(self, bounds: Bounds | None, rows: StepRows) -> bool:
         if bounds is None:
             return False
-        value = _metric(rows, bounds.name)
+        value = _values(rows).get(bounds.name)
         if value is not None and not bounds.low <= value <= bounds.high:
             return False
         low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
@@ -176,14 +171,17 @@ class StepBounds:
         return True
 
 
-def _table(kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]]) -> tuple[RowLayout, FloatArray]:
-    bounds, layout, _ = kept[0]
-    table = np.full((len(kept), len(layout), len(ALL)), np.nan)
-    table[:, :, bounds.statistics] = np.stack([numbers for *_, numbers in kept]).transpose(0, 2, 1)
-    return layout, table
+def _table(kept: Sequence[_Kept]) -> tuple[RowLayout, Callable[[str], FloatArray]]:
+    (statistics, _), layout, _ = kept[0]
+    names = [ALL[index] for index in statistics]
+    missing = np.full(len(layout), np.nan)
+
+    def column(name: str) -> FloatArray:
+        return np.stack([numbers[names.index(name)] if name in names else missing for *_, numbers in kept])
+
+    return layout, column
 
 
-def _metric(rows: StepRows, name: str) -> float | None:
-    if name in (TARGETS, RELATIONS):
-        return len(rows.targets if name == TARGETS else rows.relations)
-    return None if rows.metrics is None else rows.metrics.get(name)
+def _values(rows: StepRows) -> Mapping[str, Any]:
+    """Return the metrics of a step, and the numbers of its targets and of its rows of relations."""
+    return {**(rows.metrics or {}), TARGETS: len(rows.targets), RELATIONS: len(rows.relations)}

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from ..config.rules import WindowRule
 from ..fields.field_types import Count
-from ..tables.statistics import ALL
 from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended
 from .step_rows import Chosen, FloatArray, IndexArray, StepRows
 
@@ -61,11 +60,10 @@ class GrowthRule(LocatedRule[GrowthT]):
         return Bounds(self.statistics[0], low, self.spec.factor * (low / 2))
 
     def remember(self, steps: QuietSteps) -> None:
-        for layout, numbers in steps.tables:
+        for layout, column in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
-                column = numbers[:, :, ALL.index(self.statistics[0])]
-                self._add(chosen.slots, chosen.values(column, self.merge))
+                self._add(chosen.slots, chosen.values(column(self.statistics[0]), self.merge))
 
     def _add(self, slots: IndexArray, values: FloatArray) -> None:
         """Add values [steps, slots], NaN for no value, and forget the oldest ones."""

@@ -8,7 +8,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -113,12 +113,12 @@ class Bounds(NamedTuple):
 class QuietSteps(NamedTuple):
     """Successive steps within the bounds of the rules that have not read them.
 
-    They are the losses of training steps, and the layouts and statistics of `ALL` of successive steps with rows: float64
-    [steps, rows, statistics].
+    They are the losses of training steps, and for successive steps with rows of the same layout, a function that returns a statistic by
+    name: float64 [steps, rows], NaN for no value.
     """
 
     losses: Sequence[float]
-    tables: Sequence[tuple[RowLayout, FloatArray]]
+    tables: Sequence[tuple[RowLayout, Callable[[str], FloatArray]]]
 
 
 SpecT = TypeVar("SpecT", bound=RuleBase)

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from ..config.rules import PersistentRule
 from ..fields.field_types import Count
-from ..tables.statistics import ALL
 from .rule import Bounds, Firing, PersistentLocatedRule, QuietSteps, extended
 from .step_rows import BoolArray, Chosen, IndexArray, Location, StepRows
 
@@ -67,10 +66,10 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         return Bounds("l2", low=np.nextafter(0.0, 1.0))
 
     def remember(self, steps: QuietSteps) -> None:
-        for layout, numbers in steps.tables:
+        for layout, column in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
-                values = [chosen.values(numbers[-1, :, ALL.index(name)], self.merge) for name in self.statistics]
+                values = [chosen.values(column(name)[-1], self.merge) for name in self.statistics]
                 self._previous[chosen.slots] = np.stack(values, axis=1)
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002

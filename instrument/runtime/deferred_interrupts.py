@@ -46,7 +46,7 @@ class _Deferred(AbstractContextManager[None]):
         self._first_at = 0.0
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         try:
             for number in self._numbers:

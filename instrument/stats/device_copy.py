@@ -6,8 +6,8 @@ host does not wait. Recorded tensors are copied on a stream of their own, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -123,11 +123,6 @@ class Transfer:
         ]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor | HostCopy] = {}
-        self._known: list[list[float]] | None = None if tensors else []  # the numbers, if they need no copy
-        if len(tensors) == 1 and self._layout[0][1] == 1 and tensors[0].is_cpu:  # most often a loss
-            self._known = [[float(tensors[0].item())]]
-        if self._known is not None:
-            return
         for key in dict.fromkeys(key for key, _ in self._layout):
             flat = [
                 tensor.detach().reshape(-1)
@@ -139,13 +134,13 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Whether everything can be read without waiting, because it was in CPU memory."""
-        return not self._events and (self._known is not None or all(device.type == "cpu" for device, _ in self._copies))
+        return not self._events and all(device.type == "cpu" for device, _ in self._copies)
 
     def read(self) -> Iterator[list[float]]:
         """Return an iterator over the numbers of each tensor in order. This waits for copies that are not complete."""
         for event in self._events:
             event.synchronize()
-        return self._numbers() if self._known is None else iter(self._known)
+        return self._numbers()
 
     def _numbers(self) -> Iterator[list[float]]:
         numbers = {key: _as_numbers(copy) for key, copy in self._copies.items()}
@@ -168,17 +163,16 @@ def _as_numbers(copy: Tensor | HostCopy) -> list[float]:
 
 
 class PendingMetrics(Mapping[str, float | None]):
-    """A row of metrics that is being copied. Reading it waits for the copy."""
+    """A row of metrics, of which those with a name in `copied` are tensors that are being copied. Reading it waits for the copy."""
 
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
-        self._read = read
-        self._row: dict[str, Any] | None = None
+    def __init__(self, row: Mapping[str, Any], copied: Sequence[str]) -> None:
+        self._row, self._copied = row, copied
+        self.transfer = Transfer([row[name] for name in copied])
 
-    @property
+    @cached_property
     def row(self) -> dict[str, Any]:
-        if self._row is None:
-            self._row = self._read()
-        return self._row
+        numbers = (number for (number,) in self.transfer.read())
+        return {**self._row, **dict(zip(self._copied, numbers, strict=True))}
 
     def __getitem__(self, name: str) -> float | None:
         value: float | None = self.row[name]

@@ -498,6 +498,21 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Returns whether each float64 is between its bounds. All lower bounds precede the upper ones. NaN is within. */
+static PyObject *are_within(PyObject *self, PyObject *args) {
+    Py_buffer numbers, bounds;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*", &numbers, &bounds))
+        return NULL;
+    const double *x = numbers.buf, *low = bounds.buf;
+    Py_ssize_t count = numbers.len / (Py_ssize_t)sizeof(double), outside = bounds.len != 2 * numbers.len;
+    for (Py_ssize_t i = 0; !outside && i < count; i++)
+        outside = x[i] < low[i] || x[i] > low[count + i];
+    PyBuffer_Release(&numbers);
+    PyBuffer_Release(&bounds);
+    return PyBool_FromLong(!outside);
+}
+
 /* Adds the sum of bits to `sum_of_bits`, and what is lost to `cast`, unless they are NULL. With a cast, and for 16-bit elements, which are
    widened, all is done chunk by chunk: only the first loop over a chunk waits for the memory. The other sums stay bit-identical. */
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits, Cast *cast) {
@@ -1404,6 +1419,7 @@ static PyMethodDef methods[] = {
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
+    {"are_within", are_within, METH_VARARGS, "are_within(numbers, bounds) -> bool"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -54,8 +54,9 @@ class Journal:
         # In append mode: the position is always the end of the file, so that truncation by another process shows in its
         # size.
         self._file = open(path, "xb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o666))  # noqa: SIM115
+        self._descriptor = self._file.fileno()
         try:
-            self._write(with_room(schema.serialize()))
+            self._write(*with_room(schema.serialize()))
         except OSError:
             self.close()
             raise
@@ -64,15 +65,14 @@ class Journal:
         """Write a batch. After an error, the file has the rows that it had before."""
         message = batch if isinstance(batch, Message) else Message.of(batch)
         if message.schema is not self._schema and message.schema != self._schema:
-            self._write(with_room(message.schema.serialize()))
+            self._write(*with_room(message.schema.serialize()))
         self._schema = message.schema
-        self._write(message.buffer)
+        self._write(message.buffer, message.body)
         self.rows += message.num_rows
 
-    def _write(self, message: bytearray) -> None:
-        """Write a message with its checksums."""
-        content, size, descriptor = memoryview(message), len(message), self._file.fileno()
-        body = PREFIX_BYTES + size_of_metadata(message)
+    def _write(self, message: bytearray, body: int) -> None:
+        """Write a message with its checksums, given the position of its body."""
+        content, size, descriptor = memoryview(message), len(message), self._descriptor
         CHECKS.pack_into(message, body - CHECKS_BYTES, MAGIC, size - body, zlib.crc32(content[body:]))
         content[body - 4 : body] = zlib.crc32(content[: body - 4]).to_bytes(4, "little")
         try:

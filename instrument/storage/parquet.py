@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentWarning, SinkError
 from ..formatting import shown_path
-from ..tables.message_template import Message, MessageTemplate, StepColumns
+from ..tables.message_template import Message, MessageTemplate
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
 from ..values.dtensor import own_rank
@@ -33,6 +33,7 @@ ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a
 TENSORS_JOURNAL_BYTES = 64 * 2**20
 RESERVE_BYTES = 65_536
 PHASE = {name: table.names.index("phase") for name, table in TABLES.items() if "phase" in table.names}
+_INDEX = {name: index for index, name in enumerate(TABLES)}
 
 
 def warn(message: str) -> None:
@@ -120,20 +121,20 @@ class ParquetSink:
             if self._folder_stat is None:
                 self._reserve_space()
             self._tensors.end_step(wait=wait)
-            names = [name for name in self._writers if name in self._rows]
-            steps = [step for name in names if (step := self._append(name, self._rows[name])) is not None]
-            self._count([*names, "tensors"])
+            tables = sorted(self._rows, key=_INDEX.__getitem__)
+            steps = [step for table in tables if (step := self._append(table, self._rows[table])) is not None]
+            self._count([*tables, "tensors"])
         except OSError as error:
             self._fail(error)
         else:
             self._step = max(steps, default=self._step)
             self._rows = {}
 
-    def _append(self, table: str, groups: list[Sequence[Row]]) -> int | None:
+    def _append(self, table: str, groups: list[Any]) -> int | None:
         """Write rows to the journal of a table. Return the step of the last one; None if it is not of a step."""
         rows, template = groups[-1], self._templates[table]
         batch: pa.RecordBatch | Message | None = as_batch(TABLES[table], *groups) if len(groups) > 1 else None
-        if isinstance(rows, StepColumns):
+        if hasattr(rows, "columns"):  # `StepColumns`; `isinstance` with an abstract class takes longer
             step, phase = rows.latest
             batch = batch or template.message(len(rows), rows.columns(), rows.block)
         else:
@@ -181,7 +182,7 @@ class ParquetSink:
             self._counts.release()
 
     def _count(self, tables: Iterable[str]) -> None:
-        self._counts.write((name, (writer := self._writers[name]).part.number, writer.rows) for name in tables)
+        self._counts.write([(name, (writer := self._writers[name]).part.number, writer.rows) for name in tables])
 
     def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""

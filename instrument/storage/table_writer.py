@@ -35,11 +35,7 @@ class TableWriter:
         self.fsync = fsync
         self.part = Part(own_rank(), first)
         self.journal: Journal | None = None
-
-    @property
-    def rows(self) -> int:
-        """The number of rows in the journal."""
-        return 0 if self.journal is None else self.journal.rows
+        self.rows = 0  # in the journal
 
     def append(self, batch: pa.RecordBatch | Message) -> None:
         """Add rows to the journal. A journal that is large enough becomes a part first."""
@@ -50,6 +46,7 @@ class TableWriter:
             path.parent.mkdir(exist_ok=True)
             self.journal = Journal(path, batch.schema, fsync=self.fsync)
         self.journal.append(batch)
+        self.rows = self.journal.rows
 
     def finish_part(self) -> None:
         """Convert the journal, if there is one, to a part."""
@@ -79,4 +76,4 @@ class TableWriter:
         """Close the journal and keep its file."""
         if self.journal is not None:
             self.journal.close()
-            self.journal = None
+            self.journal, self.rows = None, 0

@@ -137,7 +137,7 @@ class TensorWriter:
             self._submit(written.set)
             while not written.wait(CHECK_SECONDS):
                 self.check()
-        else:
+        elif self._pending:
             self._end_step()
 
     def stop(self) -> None:

@@ -125,27 +125,29 @@ class Message(NamedTuple):
 
     Attributes:
         buffer: The bytes. They are only valid until the next message of the same template.
+        body: The position in the buffer at which the body begins.
     """
 
     num_rows: int
     schema: pa.Schema
     buffer: bytearray
+    body: int
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Message:
-        return cls(batch.num_rows, batch.schema, with_room(batch.serialize()))
+        return cls(batch.num_rows, batch.schema, *with_room(batch.serialize()))
 
     def serialize(self) -> bytearray:
         return self.buffer
 
 
-def with_room(message: pa.Buffer) -> bytearray:
-    """Return a message of Arrow with `CHECKS_BYTES` bytes of padding between its metadata and its body."""
+def with_room(message: pa.Buffer) -> tuple[bytearray, int]:
+    """Return a message of Arrow with `CHECKS_BYTES` bytes of padding before its body, and the position of the body."""
     content = memoryview(message)
     size = size_of_metadata(content)
     metadata, body = content[PREFIX_BYTES : PREFIX_BYTES + size], content[PREFIX_BYTES + size :]
     start = content[: PREFIX_BYTES - 4].tobytes() + (size + CHECKS_BYTES).to_bytes(4, "little")
-    return bytearray().join((start, metadata, bytes(CHECKS_BYTES), body))
+    return bytearray().join((start, metadata, bytes(CHECKS_BYTES), body)), PREFIX_BYTES + size + CHECKS_BYTES
 
 
 def size_of_metadata(start: bytes | bytearray | memoryview) -> int:
@@ -161,7 +163,7 @@ class MessageTemplate:
         self._rows: Sequence[Row] = ()  # likewise, if they were given as tuples
         self._block: NumberBlock | None = None
         self._is_included = [False] * len(schema)
-        self._message = Message(0, pa.schema([]), bytearray())
+        self._message = Message(0, pa.schema([]), bytearray(), 0)
         self._numbers: list[Numbers | None] = []  # for each column, the writable part of the message
         # The positions in the message of the numbers of the block, [columns, rows], and which columns are integers.
         self._words: Numbers = np.empty(0, np.int64)

@@ -176,6 +176,7 @@ def pending_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat all values as on a device, and pending until they are read."""
 
     monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._layout))
+    monkeypatch.setattr(Tensor, "is_cpu", False)
     use_device_statistics(monkeypatch)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.config.rules import default_rules
+from instrument.rules.bounds import are_within
 from instrument.rules.rule_set import RuleEvent
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
@@ -133,3 +134,11 @@ def test_most_rules_do_not_read_an_uneventful_step(
     rows = [{**row, "layer": str(layer)} for layer in range(layouts)]
     feed(rules, [Step(rows=rows[: 1 + i % layouts], loss=1.0) for i in range(90)], with_numbers=True)
     assert read == expected
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), 1.0, -0.1, 2.0])
+def test_kernel_compares_numbers_with_bounds_as_numpy_does(value: float) -> None:
+    numbers = np.array([[0.0, -1e300], [value, 1.0]])
+    low, high = np.array([[0.0, -np.inf], [0.0, 1.0]]), np.array([[0.0, 1.0], [1.0, np.inf]])
+    bounds = np.stack([low, high]).tobytes()
+    assert are_within(numbers, bounds) == (not ((numbers < low) | (numbers > high)).any())
