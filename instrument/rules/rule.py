@@ -146,6 +146,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
     statistics: tuple[str, ...] = ()
     """The statistics that a hook has to record."""
 
+    further_statistics: ClassVar[tuple[str, ...]] = ()
+    """The statistics that it also reads if a hook records them."""
+
     relation: ClassVar[str] = ""
     """The relation whose rows it reads, in `instrument/relations/`; empty if it reads none."""
 

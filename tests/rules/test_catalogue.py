@@ -534,6 +534,11 @@ def test_samples_of_one_class_are_imbalanced() -> None:
     assert "all 512 samples have class 3" in event.message
 
 
+def test_outputs_that_grow_up_to_a_small_last_one_are_compared_with_the_largest() -> None:
+    (event,) = fired("poor_initialization", outputs(*(10.0**power for power in range(20)), 1e-3))
+    assert event.message.partition(":")[2].startswith(" at step 0 in 19 output (seen): std 1e+19, but 1 in 0: ")
+
+
 @pytest.mark.parametrize(("kept", "count"), [(1.0, 0), (2.0, 1), (0.5, 0)])
 def test_blocks_that_add_their_input_twice_are_a_poor_initialization(kept: float, count: int) -> None:
     generator = np.random.default_rng(0)
