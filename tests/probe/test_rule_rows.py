@@ -175,6 +175,18 @@ def test_state_before_the_first_step_ends_leaves_the_layers_to_the_resumed_probe
         assert len(sink.records("layers")) == count
 
 
+def test_state_that_is_loaded_while_attached_leaves_the_layers_to_this_probe() -> None:
+    first, _ = started({"big": LARGE}, net())
+    with first:
+        run(first, SCALES[:1])
+        state = first.state_dict()
+    probe, sink = started({"big": LARGE}, net())
+    with probe:
+        probe.load_state_dict(state)
+        run(probe, SCALES[:1])
+    assert len(sink.records("layers")) == 2
+
+
 def test_state_contains_the_decisions_of_all_steps() -> None:
     first, sink = started({"big": {**LARGE, "for": 2}}, net())
     with first:
