@@ -93,7 +93,8 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
 
 
 def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
-    read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
+    located = [rule for rule in rules.rules if isinstance(rule, LocatedRule)]
+    read = {name for rule in located for name in (*rule.statistics, *rule.further_statistics)}
     if not all(isinstance(rule, CatalogueRule) for rule in rules.rules):  # custom rules can read any
         read |= {*ALL, *run.custom_statistics}
     columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})

@@ -269,7 +269,7 @@ class RunTables:
         """
         others = ("values", "data", "shape", "source_shape", *Place._fields)
         known = [name for name in TABLES["tensors"].names if name not in others]
-        condition = None
+        condition, texts = None, {}
         for name, value in where.items():
             if name not in known:
                 raise ValueError(f"tensors: cannot select by column {name!r}; the columns are {', '.join(known)}")
@@ -280,10 +280,14 @@ class RunTables:
                 test = ds.field(name).isin(values := pa.array(allowed).cast(getattr(stored, "value_type", stored)))
             except pa.ArrowException as error:
                 raise ConfigError(Problem(name, f"wrong type: {error}", repr(value))) from None
-            if pa.types.is_string(values.type):
-                self._check_known(name, values.to_pylist())
+            if name in ("layer", "hook", "path", *_VOCABULARIES):
+                texts[name] = values.to_pylist()
             condition = test if condition is None else condition & test
-        return with_arrays(self._frame("tensors", condition))
+        frame = self._frame("tensors", condition)
+        for name, names in texts.items():
+            if not (found := set(frame[name])).issuperset(names):  # otherwise no other rows need to be read
+                self._check_known(name, [each for each in names if each not in found])
+        return with_arrays(frame)
 
     def _check_known(self, column: str, names: Sequence[str]) -> None:
         """Check that the runs can have these values of a text column. Layers and hooks are unknown before the first step."""

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.utils.hooks import RemovableHandle
 
@@ -18,6 +19,9 @@ from ..runtime.lazy_compiler import has_compiled
 from .attached_hook import AttachedHook
 from .clock import Clock
 from .module_calls import Calls
+
+_OF_HANDLES: WeakValueDictionary[int, SuspendableHook] = WeakValueDictionary()
+"""The hooks by the ids of their handles. One that is suspended earlier than another knows their order, but not vice versa."""
 
 
 class SuspendableHook:
@@ -28,6 +32,7 @@ class SuspendableHook:
         self._hook: Callable[..., Any] | None = None  # while it is suspended
         self._before: frozenset[int] = frozenset()  # the hooks that ran before it when it was suspended
         self._after: frozenset[int] = frozenset()
+        _OF_HANDLES[handle.id] = self
 
     @property
     def is_suspended(self) -> bool:
@@ -48,17 +53,21 @@ class SuspendableHook:
     def resume(self) -> None:
         """Put the hook back, if it is suspended.
 
-        It follows the hooks that ran before it. If none is left, it precedes those that ran after it. If none of those is
-        left either, it follows the later hooks that were prepended, which run in descending order of registration, and
-        precedes the others. The first of the later hooks counts as not prepended, because PyTorch leaves no trace of that.
+        It follows the hooks that ran before it. If none is left, it precedes those that ran after it. It knows both from when it was
+        suspended, and from when they were. If none of those is left either, it follows the later hooks that were prepended, which
+        run in descending order of registration, and precedes the others. The first of the later hooks counts as not prepended,
+        because PyTorch leaves no trace of that.
         """
         if self._hook is None:
             return
         hooks = self._hooks
         ids, own = list(hooks), self._handle.id
-        position = max((i + 1 for i, each in enumerate(ids) if each in self._before), default=None)
+        others = [_OF_HANDLES.get(each, self) for each in ids]
+        befores = (i + 1 for i, each in enumerate(ids) if each in self._before or own in others[i]._after)
+        position = max(befores, default=None)
         if position is None:
-            position = next((i for i, each in enumerate(ids) if each in self._after), None)
+            afters = (i for i, each in enumerate(ids) if each in self._after or own in others[i]._before)
+            position = next(afters, None)
         if position is None:
             first = min((each for each in ids if each > own), default=None)
             position = len(ids) if first is None else ids.index(first)

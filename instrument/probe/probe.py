@@ -761,7 +761,8 @@ class Probe(OwnedByProcess):
         self.set_step(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
-        self._layers_pending = state.get("layers_pending", False)  # not in checkpoints of earlier versions
+        # Not in checkpoints of earlier versions. A probe that is attached already has its own folder, without layers.
+        self._layers_pending |= state.get("layers_pending", False)
         self.recorder.load_state_dict(state["recorder"])
         self.rules.load_state_dict(state["rules"])
         self._rule_actions.load_state_dict(state["rule_actions"])

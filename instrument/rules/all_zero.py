@@ -16,8 +16,8 @@ class AllZeroRule(PersistentRule):
 
     Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic. Neither do
     the further items of an output, such as masks and position biases, which can be zero by design, and outputs of one number: a module of
-    losses returns metrics, such as the fraction of clipped samples. Steps at a learning rate of 0 do not count: weights that start at zero
-    are still zero after them.
+    losses returns metrics, such as the fraction of clipped samples. A first step at a learning rate of 0 does not count: weights that
+    start at zero are still zero after it.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -36,7 +36,7 @@ class AllZero(PersistentLocatedRule[AllZeroRule], name="all_zero"):
         return location.phase == "train" and is_read
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        if rows.metric("lr") == 0:
+        if rows.step == 0 and rows.metric("lr") == 0:  # later, it may be that of another group of parameters
             return np.zeros(len(chosen.locations), np.bool_)
         zero: BoolArray = chosen.values(rows.column("zero_fraction"), self.merge) >= 1
         is_gradient = np.array([location.is_gradient for location in chosen.locations], np.bool_)

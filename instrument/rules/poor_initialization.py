@@ -58,6 +58,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
         "the outputs (kind: forward) of layers with weights with the statistics mean and std, such as hooks=activations"
     )
     statistics = ("mean", "std")
+    further_statistics = ("branch_ratio", "input_cosine", "rms")
 
     def __init__(self, spec: PoorInitializationRule) -> None:
         super().__init__(spec)
@@ -93,7 +94,11 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
         slope, _ = np.polyfit(np.arange(len(outputs)), np.log(std[outputs]), 1)
         factor = float(np.exp(abs(slope) * (len(outputs) - 1)))
         if factor > self.spec.factor:
-            first, last = sorted(outputs[[std[outputs].argmin(), std[outputs].argmax()]])
+            rising = np.sign(slope) * np.log(std[outputs])
+            end = int(
+                (rising - np.minimum.accumulate(rising)).argmax()
+            )  # the two layers with the largest change in this direction
+            first, last = outputs[rising[: end + 1].argmin()], outputs[end]
             text = (
                 f"std {std[last]:.2g}, but {std[first]:.2g} in {chosen.locations[first].layer or '.'}: from layer to layer, outputs "
                 f"{('shrink', 'grow')[int(slope > 0)]} by a factor above {self.spec.factor:g} in all"

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import create_model
 
 from ..config.rules import RULES, PersistentRule, RuleBase
+from ..tables.statistics import ALL
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
 Stage = Literal[
@@ -144,6 +145,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     statistics: tuple[str, ...] = ()
     """The statistics that a hook has to record."""
+
+    further_statistics: ClassVar[tuple[str, ...]] = ()
+    """The statistics that it also reads if a hook records them."""
 
     relation: ClassVar[str] = ""
     """The relation whose rows it reads, in `instrument/relations/`; empty if it reads none."""
@@ -352,17 +356,31 @@ class BoundsFromZeroRule(BoundsRule[PersistentT]):
 
     def __init__(self, spec: PersistentT) -> None:
         super().__init__(spec)
-        self._first = np.zeros(0)  # the first value; NaN before it. No first value is within `bounds`: each is read.
+        self._first = np.zeros(0)  # whether the first value is above 0; NaN before it
 
     def grow(self, count: int) -> None:
         super().grow(count)
         self._first = extended(self._first, count, np.nan)
 
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        self._note_first(self.values(rows, chosen), chosen)
+        return super().check(rows, chosen)
+
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        values, first = self.values(rows, chosen), self._first[chosen.slots]
-        first = self._first[chosen.slots] = np.where(np.isnan(first), values, first)
-        is_growing: BoolArray = (first == 0) & (values > 0) & (values < (np.nan if self.below is None else self.below))
+        values, from_zero = self.values(rows, chosen), self._first[chosen.slots] == 0
+        is_growing: BoolArray = from_zero & (values > 0) & (values < (np.nan if self.below is None else self.below))
         return super().holds(rows, chosen) & ~is_growing
+
+    def remember(self, steps: QuietSteps) -> None:
+        for layout, numbers in steps.tables:
+            chosen = self.choose(layout)
+            if chosen is not None:  # no value within the bounds is 0
+                values = chosen.values(numbers[:, :, ALL.index(self.statistics[0])], self.merge)
+                self._note_first(np.fmax.reduce(values), chosen)
+
+    def _note_first(self, values: FloatArray, chosen: Chosen) -> None:
+        first = self._first[chosen.slots]
+        self._first[chosen.slots] = np.where(np.isnan(first), np.sign(values), first)
 
 
 def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.ndarray[Any, Any]:

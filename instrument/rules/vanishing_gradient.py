@@ -21,8 +21,8 @@ class VanishingGradientRule(PersistentRule):
     The threshold is that of SageMaker Debugger (VanishingGradient) for a loss of 1. A gradient is proportional to the scale of the
     loss, hence the comparison with the first loss. Without a loss, or after a rollout, it is compared with the largest gradient of the
     step: the loss may include that of a critic. A training that has converged has small gradients too, hence the condition on the loss.
-    Steps at a learning rate of 0 do not count, and neither do small gradients after a first one of exactly 0: the weights behind it, such
-    as `lora_B`, start at zero and have not grown yet.
+    A first step at a learning rate of 0 does not count, and neither do small gradients after a first one of exactly 0: the weights
+    behind it, such as `lora_B`, start at zero and have not grown yet.
     """
 
     below: NonNegative = Field(
@@ -56,7 +56,9 @@ class VanishingGradient(BoundsFromZeroRule[VanishingGradientRule], name="vanishi
         if self._first_loss is None and not self._follows_rollout and loss is not None and math.isfinite(loss):
             self._set_first_loss(loss)
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
-        if has_learned or rows.metric("lr") == 0:
+        if has_learned or (
+            rows.step == 0 and rows.metric("lr") == 0
+        ):  # later, it may be that of another group of parameters
             return np.zeros(len(chosen.locations), np.bool_)
         if self._first_loss is None:
             values = self.values(rows, chosen)

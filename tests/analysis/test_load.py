@@ -194,6 +194,7 @@ def test_tensors_refuses_unknown_texts_and_wrong_types(tmp_path: Path, where: di
         with pytest.raises(instrument.ConfigError, match=message):
             probe.tensors(**where)
         assert probe.tensors(phase="eval", role="input", kind="loss").empty
+        assert probe.tensors(dtype="float16", scope="shard", module_type="Conv2d").empty
     run = instrument.load(tmp_path / "run")
     with pytest.raises(instrument.ConfigError, match=message):
         run.tensors(**where)

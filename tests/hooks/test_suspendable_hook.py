@@ -182,17 +182,35 @@ def test_resumed_probe_suspends_the_same_hooks() -> None:
     assert (0, 0) in complete
 
 
+@pytest.mark.parametrize("kept", ["", "x", "y", "xy"])
 @pytest.mark.parametrize("order", list(permutations("abc")), ids="".join)
-def test_several_suspended_hooks_return_in_their_order(order: tuple[str, ...]) -> None:
+def test_several_suspended_hooks_return_in_their_order(order: tuple[str, ...], kept: str) -> None:
     recorder = Recorder()
-    hooks = {name: recorder.register(name) for name in "abc"}
-    for name in "abc":
-        hooks[name].suspend()
-        hooks[name].suspend()  # no effect
-    assert recorder.order() == ""
-    for name in order:
-        hooks[name].resume()
-    assert recorder.order() == "abc"
+    hooks = {name: recorder.register(name) for name in "xabcy"}
+    for name in sorted({*"xy"} - {*kept}):
+        hooks[name].remove()
+    for first in permutations("abc"):
+        for name in first:
+            hooks[name].suspend()
+            hooks[name].suspend()  # no effect
+        assert recorder.order() == kept
+        for name in order:
+            hooks[name].resume()
+        assert recorder.order() == "".join(sorted({*"abc", *kept}, key="xabcy".index))
+
+
+def test_records_see_both_changes_after_an_evaluation_if_a_hook_is_prepended() -> None:
+    model = nn.Identity()
+    scale = {"layers": ".", "kind": "forward", "action": "scale"}
+    hooks = {"first": {**scale, "factor": 3.0, "prepend": True}, "second": {**scale, "factor": 7.0}}
+    with instrument.attach(model, {**hooks, "output": EVERY_SECOND}, rules=None) as probe:
+        for step in range(3):
+            model(torch.ones(1, 2))
+            probe.end_step()
+            if step == 1:
+                with probe.evaluating():
+                    model(torch.ones(1, 2))
+    assert [row["abs_max"] for row in probe.sink.records("stats")] == [21.0, 21.0]
 
 
 @pytest.mark.parametrize("is_written_first", [True, False])

@@ -77,6 +77,32 @@ def test_rule_fires_in_its_step(
     assert len(probe.warnings) == 1
 
 
+class Twice(nn.Module):
+    """A block that adds its input twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+
+@pytest.mark.parametrize(("scale", "count"), [(1.0, 1), (0.5, 0)])
+def test_blocks_that_add_their_input_are_found_in_the_finished_run_too(
+    tmp_path: Path, scale: float, count: int
+) -> None:
+    change = {"layers": ".", "kind": "forward", "role": "change", "action": "record"}
+    stats = ["mean", "std", "rms", "branch_ratio", "input_cosine"]
+    output = {"layers": ".", "kind": "forward", "action": "record", "stats": stats[:3]}
+    rules = {"start": {"rule": "poor_initialization"}}
+    hooks = {"change": {**change, "stats": stats[3:]}, "output": output}
+    model = Twice()
+    with instrument.attach(model, hooks, out=tmp_path / "run", rules=rules) as probe:
+        model(scale * torch.tensor([[1.0, -1.0, 1.0, -1.0]]))
+        probe.end_step()
+    run = instrument.load(tmp_path / "run")
+    messages = run.events[run.events["rule"] == "start"]["message"].tolist()
+    assert len(messages) == count
+    assert [event.message for event in rule_events(run, parse_rules(rules))] == messages
+
+
 @pytest.mark.slow
 def test_decisions_equal_those_on_the_finished_run(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -147,6 +173,18 @@ def test_state_before_the_first_step_ends_leaves_the_layers_to_the_resumed_probe
         with probe:
             run(probe, SCALES[:1])
         assert len(sink.records("layers")) == count
+
+
+def test_state_that_is_loaded_while_attached_leaves_the_layers_to_this_probe() -> None:
+    first, _ = started({"big": LARGE}, net())
+    with first:
+        run(first, SCALES[:1])
+        state = first.state_dict()
+    probe, sink = started({"big": LARGE}, net())
+    with probe:
+        probe.load_state_dict(state)
+        run(probe, SCALES[:1])
+    assert len(sink.records("layers")) == 2
 
 
 def test_state_contains_the_decisions_of_all_steps() -> None:

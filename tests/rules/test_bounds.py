@@ -37,6 +37,7 @@ FAULTS: list[dict[str, float | None]] = [
     {"l2": None, "abs_max": None},
     {"abs_max": 0.0, "zero_fraction": 1.0},
     {"std": 1e-12},
+    {"std": 0.0, "rms": 0.0},
     {"std": 1e8},
     {"rms": 1e-9},
     {"dead_fraction": 0.9},
@@ -102,6 +103,22 @@ def test_rules_decide_the_same_with_bounds(steps: list[Step], resumed_at: int) -
     feed(resumed, steps[resumed_at:], with_numbers=True)
     assert events == expected
     assert json.dumps(resumed.state_dict()) == json.dumps(direct.state_dict())
+
+
+@pytest.mark.parametrize(("first", "rate"), [({}, 0.0), ({"nan_count": 90}, 0.1)])
+@pytest.mark.parametrize(
+    ("rule", "about", "statistic"), [("vanishing_gradient", GRADIENT, "rms"), ("tensor_variance", OUTPUT, "std")]
+)
+def test_value_that_falls_to_zero_did_not_start_at_zero(
+    rule: str, about: dict[str, str], statistic: str, first: dict[str, int], rate: float
+) -> None:
+    events: list[RuleEvent] = []
+    rules = rule_set({"small": {"rule": rule}}, events)
+    row = {**about, "numel": 100, "nan_count": 0, "inf_count": 0, statistic: 1.0}
+    feed(rules, [Step(rows=[{**row, **first}], loss=1.0, lr=rate)], with_numbers=True)
+    steps = [Step(rows=[{**row, statistic: value}], loss=1.0, lr=0.1) for value in (1.0, 1.0, 0.0, *[1e-8] * 9)]
+    feed(rules, steps, 1, with_numbers=True)
+    assert len(events) == 1
 
 
 @pytest.mark.parametrize("fault", [{"l2": 1e9}, {"l2": 5.0}, {"nan_count": 90}, {"rms": 1e-9}])

@@ -496,12 +496,14 @@ def test_weights_that_start_at_zero_are_not_reported(rule: str, about: dict[str,
         assert len(fired(rule, values(about, statistic, constant, loss=2.3))) == 1
 
 
-def test_zeros_at_a_rate_of_zero_do_not_count() -> None:
+def test_zeros_of_a_first_step_at_a_rate_of_zero_do_not_count() -> None:
     for rule, statistic, zero in (("all_zero", "zero_fraction", 1.0), ("vanishing_gradient", "rms", 0.0)):
         warm_up = values(GRADIENT, statistic, [zero], loss=2.3, lr=0.0)
         warm = values(GRADIENT, statistic, [zero] * 3, loss=2.3, lr=0.1)
         assert fired(rule, warm_up + warm[:2]) == []
         (event,) = fired(rule, warm_up + warm)
+        assert event.step == 3
+        (event,) = fired(rule, warm_up * 5)  # the rate is that of the first group of parameters, which may be frozen
         assert event.step == 3
 
 
@@ -532,6 +534,11 @@ def test_samples_of_one_class_are_imbalanced() -> None:
     (event,) = fired("class_imbalance", [Step(targets=[3] * 64)] * 9)
     assert (event.step, event.value) == (7, 512.0)
     assert "all 512 samples have class 3" in event.message
+
+
+def test_outputs_that_grow_up_to_a_small_last_one_are_compared_with_the_largest() -> None:
+    (event,) = fired("poor_initialization", outputs(*(10.0**power for power in range(20)), 1e-3))
+    assert event.message.partition(":")[2].startswith(" at step 0 in 19 output (seen): std 1e+19, but 1 in 0: ")
 
 
 @pytest.mark.parametrize(("kept", "count"), [(1.0, 0), (2.0, 1), (0.5, 0)])
