@@ -95,9 +95,8 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
         factor = float(np.exp(abs(slope) * (len(outputs) - 1)))
         if factor > self.spec.factor:
             rising = np.sign(slope) * np.log(std[outputs])
-            end = int(
-                (rising - np.minimum.accumulate(rising)).argmax()
-            )  # the two layers with the largest change in this direction
+            # The two layers with the largest change in this direction.
+            end = int((rising - np.minimum.accumulate(rising)).argmax())
             first, last = outputs[rising[: end + 1].argmin()], outputs[end]
             text = (
                 f"std {std[last]:.2g}, but {std[first]:.2g} in {chosen.locations[first].layer or '.'}: from layer to layer, outputs "

@@ -17,7 +17,6 @@ import numpy as np
 from pydantic import create_model
 
 from ..config.rules import RULES, PersistentRule, RuleBase
-from ..tables.statistics import ALL
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
 Stage = Literal[
@@ -372,10 +371,10 @@ class BoundsFromZeroRule(BoundsRule[PersistentT]):
         return super().holds(rows, chosen) & ~is_growing
 
     def remember(self, steps: QuietSteps) -> None:
-        for layout, numbers in steps.tables:
+        for layout, column in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:  # no value within the bounds is 0
-                values = chosen.values(numbers[:, :, ALL.index(self.statistics[0])], self.merge)
+                values = chosen.values(column(self.statistics[0]), self.merge)
                 self._note_first(np.fmax.reduce(values), chosen)
 
     def _note_first(self, values: FloatArray, chosen: Chosen) -> None:

@@ -56,9 +56,8 @@ class VanishingGradient(BoundsFromZeroRule[VanishingGradientRule], name="vanishi
         if self._first_loss is None and not self._follows_rollout and loss is not None and math.isfinite(loss):
             self._set_first_loss(loss)
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
-        if has_learned or (
-            rows.step == 0 and rows.metric("lr") == 0
-        ):  # later, it may be that of another group of parameters
+        has_no_rate = rows.step == 0 and rows.metric("lr") == 0  # later, it may be that of another group of parameters
+        if has_learned or has_no_rate:
             return np.zeros(len(chosen.locations), np.bool_)
         if self._first_loss is None:
             values = self.values(rows, chosen)
