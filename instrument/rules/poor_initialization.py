@@ -15,6 +15,7 @@ from .step_rows import Chosen, FloatArray, Location, StepRows
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 LARGE_CHANGE = 0.5  # of a block, relative to its input
 NORMALIZED = 0.01  # the largest difference from 1 of the `rms` of a block that ends with a normalization
+LARGEST = 700.0  # the largest logarithm of a factor
 PARALLEL = 2.0  # how many times the length of a change without a part in the direction of the input
 
 
@@ -92,7 +93,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
         if len(outputs) < 2:
             return
         slope, _ = np.polyfit(np.arange(len(outputs)), np.log(std[outputs]), 1)
-        factor = float(np.exp(abs(slope) * (len(outputs) - 1)))
+        factor = float(np.exp(min(abs(slope) * (len(outputs) - 1), LARGEST)))
         if factor > self.spec.factor:
             rising = np.sign(slope) * np.log(std[outputs])
             # The two layers with the largest change in this direction.

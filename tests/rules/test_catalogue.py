@@ -362,6 +362,7 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "small last layers of branches": ("poor_initialization", outputs(1.1, 3e-5, 0.9, 1e-5, 1.0, 2e-5, 1.2, 1.0), 0),
     "one small output among equal ones": ("poor_initialization", outputs(1.0, 1.0, 1.0, 1e-5, 1.0, 1.0, 1.0, 1.0), 0),
     "small outputs before the first normalization": ("poor_initialization", outputs(1e-2, 1e-2, 1e-5, *[0.3] * 9), 0),
+    "outputs that grow beyond float64": ("poor_initialization", outputs(1e-300, 1.0, 1e300, 1e305), 1),
     "outputs that grow in every second layer": ("poor_initialization", outputs(1.0, 1e-2, 1e2, 1.0, 1e4, 1e2, 1e6, 1e4), 1),
     "a metric of zero": ("all_zero", values({**OUTPUT, "path": "clip_fraction", "numel": 1}, "zero_fraction", [1.0] * 9), 0),
     "the gradient of one number": ("all_zero", values({**GRADIENT, "numel": 1}, "zero_fraction", [1.0] * 9), 1),
