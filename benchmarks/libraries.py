@@ -34,7 +34,7 @@ TASKS = {
     "image": transformers.AutoModelForImageClassification,
 }
 HOOK_SETS = ["inputs", "activations", "gradients", "parameters"]
-TOKENS, CLASSES, LAYERS, HEADS, PARAMETERS, SECONDS = 200, 10, 2, 4, 2e7, 60
+TOKENS, CLASSES, LAYERS, HEADS, PARAMETERS, SECONDS = 200, 10, 2, 4, 2e7, 30
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 128),
@@ -52,9 +52,9 @@ SIZES: dict[str, int] = {
 
 
 def make(name: str, task: str) -> PreTrainedModel | None:
-    """Create a small model; None if the architecture does not have the task, or stays large."""
+    """Create a small model; None if the architecture does not have the task, consists of others, or stays large."""
     config = CONFIG_MAPPING[name]
-    if config not in TASKS[task]._model_mapping:
+    if config not in TASKS[task]._model_mapping or config.sub_configs:
         return None
     usual = config()
     sizes: dict[str, Any] = {key: size for key, size in SIZES.items() if hasattr(usual, key)}
