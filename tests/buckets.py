@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -42,8 +43,15 @@ def bucket(s3: None) -> Iterator[str]:
     """Address of an empty bucket, which is removed after the test."""
     files = _create_bucket("bucket")
     yield "s3://bucket"
-    files.invalidate_cache()
-    files.rm("bucket", recursive=True)
+    for remaining in reversed(range(5)):
+        files.invalidate_cache()
+        try:
+            files.rm("bucket", recursive=True)
+            break
+        except OSError:  # an upload in the background that the test did not wait for has added a file
+            if not remaining:
+                raise
+            time.sleep(1)
 
 
 @pytest.fixture(scope="session")
