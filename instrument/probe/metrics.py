@@ -23,6 +23,7 @@ METRICS = (*USER_METRICS, "seconds", "samples_per_second")
 _NO_VALUES: dict[str, Any] = dict.fromkeys((*METRICS, "skipped"))
 _KNOWN = _NO_VALUES.keys()
 _VALUES_OF = itemgetter(*_NO_VALUES)
+_ON_HOST = frozenset((float, bool, type(None)))
 _RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*USER_METRICS}
 
 
@@ -103,7 +104,7 @@ class Metrics:
         moment = self.clock.moment
         if metrics.get("lr") is None and moment.phase == "train":
             metrics["lr"] = self.steps.take_rate()
-        count = _number("samples", samples)
+        count = None if samples is None else _number("samples", samples)
         rate = None if count is None else count / seconds
         row = _on_host({**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate})
         if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
@@ -114,9 +115,9 @@ class Metrics:
 
 def _on_host(row: dict[str, Any]) -> Mapping[str, float | None]:
     """Return a row with the numbers of its tensors; one that waits for them if they are on a device."""
-    tensors = [name for name, value in row.items() if isinstance(value, Tensor)]
-    if not tensors:
+    if {*map(type, row.values())} <= _ON_HOST:
         return row
+    tensors = [name for name, value in row.items() if isinstance(value, Tensor)]
     pending = PendingMetrics(row, tensors)
     return pending.row if pending.transfer.is_complete else pending
 
