@@ -33,8 +33,8 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
     root = open_folder(path)
     folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=natural_key)
     if not folders:
-        exists = root.is_dir()
-        raise NoRunError(f"no run.json in or below {root}" if exists else f"folder not found: {root}")
+        missing = "not a folder" if root.exists() else "folder not found"
+        raise NoRunError(f"no run.json in or below {root}" if root.is_dir() else f"{missing}: {root}")
     return root, folders
 
 

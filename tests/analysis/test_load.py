@@ -93,7 +93,10 @@ def test_run_that_is_still_being_written_is_readable(tmp_path: Path) -> None:
     assert run.sql("select count(*) as n from metrics").n[0] == 0
 
 
-@pytest.mark.parametrize(("path", "words"), [("", r"no run\.json in .*"), ("nowhere", "folder not found: .*nowhere")])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("", r"no run\.json in .*"), ("nowhere", "folder not found: .*nowhere"), (__file__, "not a folder: ")],
+)
 def test_folder_without_a_run_is_reported(tmp_path: Path, path: str, words: str) -> None:
     with pytest.raises(instrument.NoRunError, match=words):
         instrument.load(tmp_path / path)
