@@ -428,7 +428,7 @@ def test_invalid_sweep_record_is_reported(workdir: Path, call: Call, text: str |
 
 @pytest.mark.parametrize(
     ("folder", "error"),
-    [("out", "no run.json in or below out"), ("file", "folder not found: file"), ("away", "folder not found: away")],
+    [("out", "no run.json in or below out"), ("file", "not a folder: file"), ("away", "folder not found: away")],
 )
 def test_folder_without_a_sweep_is_reported(workdir: Path, call: Call, folder: str, error: str) -> None:
     Path("out").mkdir()
