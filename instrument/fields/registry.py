@@ -68,7 +68,7 @@ class Registry(Mapping[str, T]):
         return add
 
     def find(self, name: str, where: str) -> T:
-        """Return the entry of a name that a user gave. Raise a ConfigError if there is none, or its entry point cannot be loaded."""
+        """Return the entry of a name that a user gave. Raise a ConfigError if it is unknown, or its entry point cannot be loaded."""
         if name in self:
             return self[name]
         similar = similar_names(name, self)

@@ -53,10 +53,10 @@ class SuspendableHook:
     def resume(self) -> None:
         """Put the hook back, if it is suspended.
 
-        It follows the hooks that ran before it. If none is left, it precedes those that ran after it. It knows both from when it was
-        suspended, and from when they were. If none of those is left either, it follows the later hooks that were prepended, which
-        run in descending order of registration, and precedes the others. The first of the later hooks counts as not prepended,
-        because PyTorch leaves no trace of that.
+        It follows the hooks that ran before it. If none is left, it precedes those that ran after it. Both are
+        known from the time when it, or the other hook, was suspended. If none of those is left either, it follows the later hooks that
+        were prepended, which run in descending order of registration, and precedes the others. The first of the later hooks counts as
+        not prepended, because PyTorch leaves no trace of that.
         """
         if self._hook is None:
             return
