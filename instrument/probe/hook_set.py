@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import compress
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +70,14 @@ class HookSet:
         self._at_modules: dict[nn.Module, list[AttachedHook]] = {}
         for attached in attached_hooks:
             self._at_modules.setdefault(attached.site.layer.module, []).append(attached)
-        self._module_slots = [
+        slots = [
             (parent._modules, key, child)
             for parent in self.model.modules()
             if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
             for key, child in parent._modules.items()
             if not isinstance(child, weakref.ProxyTypes) and child in self._at_modules
         ]
+        self._parents, self._keys, self._children = [*zip(*slots, strict=True)] or [()] * 3
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
@@ -154,8 +157,7 @@ class HookSet:
         stepped = self.steps.end_step()
         if self._step_hooks:
             self._update_step_coverage(row, stepped=stepped)
-        if self._module_slots or self._gradient_groups:
-            self.report_replacements()
+        self.report_replacements()
         if self._functions is not None:
             self._functions.mode.leave_all()
 
@@ -194,10 +196,9 @@ class HookSet:
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
-        gone = [slot for slot in self._module_slots if slot[0].get(slot[1]) is not slot[2]]
-        if gone:
-            self._module_slots = [slot for slot in self._module_slots if slot not in gone]
-        for attached in [attached for *_, module in gone for attached in self._at_modules.pop(module, ())]:
+        found = map(dict.get, self._parents, self._keys)
+        gone = [*compress(self._children, map(is_not, found, self._children))]  # in each step: without a loop in Python
+        for attached in [attached for module in gone for attached in self._at_modules.pop(module, ())]:
             attached.default_reason = REPLACED
             site = attached.site
             message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"

@@ -321,7 +321,7 @@ class StepSlab:
             device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
             self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + rows_elsewhere)
         return Taken(
-            np.frombuffer(numbers).reshape(-1, self._width).copy(),
+            np.frombuffer(numbers).reshape(-1, self._width),
             table,
             np.frombuffer(dims, np.int64),
             moments,
@@ -363,8 +363,8 @@ class SlabRows(StepColumns):
         self.taken = taken
         self.layout = slab.slots.layout(taken.keys[:, 0])
         self.sites = self.layout.sites
-        first, *others = taken.moments
-        self.moment = None if any(moment != first for moment in others) else first
+        first = taken.moments[0]
+        self.moment = first if taken.moments.count(first) == len(taken.moments) else None
 
     @property
     def latest(self) -> tuple[int, str]:
@@ -410,7 +410,7 @@ class StatisticsRows(SlabRows):
         requested, built_in = self.layout.requested, len(self.layout.built_in)
         if self.layout.scaled:
             self._divide_by_scale()
-        columns = np.array(statistics_of(self.taken.numbers, requested), np.float64).reshape(len(requested), len(self))
+        columns = np.asarray(statistics_of(self.taken.numbers, requested), np.float64)
         if self.layout.absent is not None:
             columns[self.layout.absent] = np.nan
         for name, column in zip(requested[built_in:], columns[built_in:].tolist(), strict=True):

@@ -46,14 +46,15 @@ class _Deferred(AbstractContextManager[None]):
         self._first_at = 0.0
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
         try:
             for number in self._numbers:
                 if callable(handler := _signal.getsignal(number)):
                     self._handlers[number] = handler
                     _signal.signal(number, self._note)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ValueError) and threading.current_thread() is not threading.main_thread():
+                self._handlers.clear()  # only the main thread sets handlers: none was replaced
+                return
             self.__exit__()
             raise
 

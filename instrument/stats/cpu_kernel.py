@@ -102,7 +102,7 @@ class Slab:
         self._rows.append((numbers, slot, moment, shape))
         return len(self._rows) - 1
 
-    def take(self) -> tuple[bytes, bytes, bytes, list[Any]]:
+    def take(self) -> tuple[bytearray, bytes, bytes, list[Any]]:
         """Remove all rows.
 
         Returns:
@@ -120,7 +120,7 @@ class Slab:
             [(row[1], at, rank, -1, -1) for at, (row, rank) in enumerate(zip(rows, ranks, strict=True))], np.int64
         )
         dims = np.array([size for shape in shapes for size in shape or ()], np.int64)
-        return matrix.tobytes(), keys.tobytes(), dims.tobytes(), [moment for _, _, moment, _ in rows]
+        return bytearray(matrix.tobytes()), keys.tobytes(), dims.tobytes(), [moment for _, _, moment, _ in rows]
 
     def __len__(self) -> int:
         return len(self._rows)

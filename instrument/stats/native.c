@@ -513,6 +513,82 @@ static PyObject *are_within(PyObject *self, PyObject *args) {
     return PyBool_FromLong(!outside);
 }
 
+/* The operations of a program; see `formulas.py`. */
+enum { COLUMN, CONSTANT, STORE, ADD, SUBTRACT, MULTIPLY, DIVIDE, NEGATE, ABSOLUTE, ROOT, SQUARE, LESS, SELECT, OPERATIONS };
+enum { MAX_OPERATIONS = 512, ROWS = 8 };
+typedef struct {
+    double code, a, b, c;
+} Operation;
+
+/* Whether the operands of an operation are results of earlier ones, and its columns and results exist. */
+static int is_valid(const Operation *o, Py_ssize_t before, Py_ssize_t width, Py_ssize_t results) {
+    const double operands[] = {o->a, o->b, o->c};
+    const int code = o->code >= 0 && o->code < OPERATIONS ? (int)o->code : OPERATIONS;
+    const int count = code == STORE || (code >= NEGATE && code <= SQUARE) ? 1 : code == SELECT ? 3 : code < ADD ? 0 : 2;
+    for (int i = 0; i < count; i++)
+        if (!(operands[i] >= 0 && operands[i] < (double)before))
+            return 0;
+    return code == COLUMN ? o->a >= 0 && o->a < (double)width : code == STORE ? o->b >= 0 && o->b < (double)results : code < OPERATIONS;
+}
+
+#define EACH(EXPRESSION)                                                                                               \
+    for (int i = 0; i < ROWS; i++)                                                                                     \
+        result[i] = (EXPRESSION);                                                                                      \
+    break;
+
+/* Applies a program to each row: float64 [rows, width] to [results, rows]. */
+static PyObject *evaluate(PyObject *self, PyObject *args) {
+    Py_buffer program, numbers, stored;
+    Py_ssize_t width;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*nw*", &program, &numbers, &width, &stored))
+        return NULL;
+    const Py_ssize_t rows = width > 0 ? numbers.len / (Py_ssize_t)sizeof(double) / width : 0;
+    const Py_ssize_t count = program.len / (Py_ssize_t)sizeof(Operation);
+    const Py_ssize_t results = rows ? stored.len / (Py_ssize_t)sizeof(double) / rows : 0;
+    const Operation *operations = program.buf;
+    int valid = count <= MAX_OPERATIONS;
+    for (Py_ssize_t at = 0; valid && rows && at < count; at++)
+        valid = is_valid(operations + at, at, width, results);
+    for (Py_ssize_t start = 0; valid && start < rows; start += ROWS) {
+        const Py_ssize_t size = rows - start < ROWS ? rows - start : ROWS;
+        double values[MAX_OPERATIONS][ROWS];
+        for (Py_ssize_t at = 0; at < count; at++) {
+            const Operation *o = operations + at;
+            const int code = (int)o->code;
+            const double *a = values[code > CONSTANT ? (int)o->a : 0], *b = values[code > STORE ? (int)o->b : 0];
+            const double *c = values[(int)o->c];
+            double *result = values[at];
+            switch (code) {
+            case COLUMN:
+                for (Py_ssize_t i = 0; i < ROWS; i++)
+                    result[i] = i < size ? ((const double *)numbers.buf)[(start + i) * width + (Py_ssize_t)o->a] : 0.0;
+                break;
+            case CONSTANT: EACH(o->a)
+            case STORE:
+                memcpy((double *)stored.buf + (Py_ssize_t)o->b * rows + start, a, (size_t)size * sizeof *a);
+                break;
+            case ADD: EACH(a[i] + b[i])
+            case SUBTRACT: EACH(a[i] - b[i])
+            case MULTIPLY: EACH(a[i] * b[i])
+            case DIVIDE: EACH(a[i] / b[i])
+            case NEGATE: EACH(-a[i])
+            case ABSOLUTE: EACH(fabs(a[i]))
+            case ROOT: EACH(sqrt(a[i]))
+            case SQUARE: EACH(a[i] * a[i])
+            case LESS: EACH(a[i] < b[i])
+            default: EACH(a[i] != 0 ? b[i] : c[i])
+            }
+        }
+    }
+    PyBuffer_Release(&program);
+    PyBuffer_Release(&numbers);
+    PyBuffer_Release(&stored);
+    if (!valid)
+        return PyErr_Format(PyExc_ValueError, "not a program for rows of %zd numbers", width);
+    Py_RETURN_NONE;
+}
+
 /* Adds the sum of bits to `sum_of_bits`, and what is lost to `cast`, unless they are NULL. With a cast, and for 16-bit elements, which are
    widened, all is done chunk by chunk: only the first loop over a chunk waits for the memory. The other sums stay bit-identical. */
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits, Cast *cast) {
@@ -1095,7 +1171,8 @@ static PyObject *slab_take(Slab *self, PyObject *args) {
     (void)args;
     PyObject *no_moments = PyList_New(0);
     PyObject *moments = self->moments;
-    PyObject *numbers = bytes_of(self->numbers, self->rows * self->width * (Py_ssize_t)sizeof(double));
+    PyObject *numbers = PyByteArray_FromStringAndSize(
+        (const char *)self->numbers, self->rows * self->width * (Py_ssize_t)sizeof(double)); /* the caller may write to it */
     PyObject *keys = bytes_of(self->keys, self->rows * KEYS * (Py_ssize_t)sizeof(int64_t));
     PyObject *dims = bytes_of(self->dims, self->dim_count * (Py_ssize_t)sizeof(int64_t));
     if (!no_moments || !numbers || !keys || !dims) {
@@ -1419,6 +1496,7 @@ static PyMethodDef methods[] = {
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
+    {"evaluate", evaluate, METH_VARARGS, "evaluate(program, numbers, width, results) -> None"},
     {"are_within", are_within, METH_VARARGS, "are_within(numbers, bounds) -> bool"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},

@@ -34,6 +34,7 @@ from ..tables.statistics import (
     Sum,
     statistic_of,
 )
+from .formulas import Program, Traced, evaluate
 
 Matrix = Any
 """float64 [rows, columns]: an array of NumPy, or a tensor on any device."""
@@ -112,22 +113,56 @@ class Sums:
 
 
 def where(condition: Any, one: Any, other: Any) -> Any:
-    """Return `torch.where` or `numpy.where`."""
+    """Return `torch.where` or `numpy.where`, also of traced columns."""
+    if isinstance(condition, Traced):
+        return condition.select(one, other)
     return torch.where(condition, one, other) if isinstance(condition, Tensor) else np.where(condition, one, other)
 
 
-@np.errstate(all="ignore")
-def statistics_of(matrix: Matrix, names: Sequence[str]) -> list[Column]:
-    """Return statistics of all rows, float64 [rows] each; NaN for no value."""
-    sums = Sums(matrix)
-    columns = [statistic_of(name).formula(sums) for name in names]
-    exists = sums.n > 0
-    if isinstance(exists, Tensor) or not exists.all():
-        columns = [
-            value if name in WITHOUT_VALUES else where(exists, value, nan)
-            for name, value in zip(names, columns, strict=True)
-        ]
+def statistics_of(matrix: Matrix, names: Sequence[str]) -> Any:
+    """Return statistics of all rows: [names, rows], or a list of [rows]. They are float64, fingerprints int64; NaN for no value."""
+    program, others = (b"", names) if isinstance(matrix, Tensor) else program_of(tuple(names))
+    columns: Any = np.empty((len(names), len(matrix)))
+    if program and evaluate is not None:
+        evaluate(program, np.ascontiguousarray(matrix), matrix.shape[1], columns)
+    if others:
+        sums, columns = Sums(matrix), [*columns]
+        with np.errstate(all="ignore"):
+            for at, name in enumerate(names):
+                if name in others:
+                    columns[at] = _statistic(name, sums)
     return columns
+
+
+def _statistic(name: str, sums: Sums) -> Column:
+    """Return a statistic, NaN for rows without a finite element."""
+    value = statistic_of(name).formula(sums)
+    return value if name in WITHOUT_VALUES else where(sums.n > 0, value, nan)
+
+
+@cache
+def program_of(names: tuple[str, ...]) -> tuple[bytes, Sequence[str]]:
+    """Return the program of the kernel for statistics, and those that it does not compute."""
+    if evaluate is None:
+        return b"", names
+    program, others = Program(), []
+    sums = _TracedSums(program)
+    for at, name in enumerate(names):
+        try:
+            program.store(_statistic(name, sums), at)
+        except Exception:  # a formula of a user can raise any
+            others.append(name)
+    return program.to_bytes(), others
+
+
+class _TracedSums(Sums):
+    """The columns of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __getattr__(self, name: str) -> Traced:
+        return self._program.column(INDEX[name])
 
 
 def statistic(
@@ -178,6 +213,7 @@ def statistic(
         text = meaning or (formula.__doc__ or "").strip().partition("\n")[0] or "a registered statistic"
         entry = Statistic(name, text, unit, formula, sums, merged=merged)
         _check_formula(entry, place)
+        program_of.cache_clear()
         return REGISTERED.register(name, place=place)(entry)
 
     return add

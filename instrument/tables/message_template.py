@@ -10,8 +10,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, starmap
-from operator import is_
+from itertools import compress, count, starmap
+from operator import is_, is_not
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -174,7 +174,7 @@ class MessageTemplate:
         """Return the message of rows, given their columns in the order of the schema."""
         known, self._columns, self._rows = self._columns, (), ()
         parts = zip(columns, known, self._numbers, strict=False)
-        changed = [part for part in parts if part[0] is not part[1]]
+        changed = compress(parts, map(is_not, columns, known))
         is_same = known and rows == self._message.num_rows and all(starmap(_replace, changed))
         if not (is_same and self._replace_block(block)):
             self._begin(columns, block)

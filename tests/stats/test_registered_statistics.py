@@ -20,7 +20,7 @@ from instrument.errors import ConfigError
 from instrument.stats import sums
 from instrument.stats.measure import measure
 from instrument.stats.sums import INDEX, extremes, merged, needs_of, statistics_of, totals
-from instrument.tables.statistics import REGISTERED
+from instrument.tables.statistics import DEFAULT, REGISTERED, STATISTICS, WITHOUT_VALUES
 
 RECORD = record("forward")
 
@@ -54,6 +54,7 @@ def registered() -> Iterator[None]:
         known.update(original)
     sums.FURTHER[:] = further
     needs_of.cache_clear()
+    sums.program_of.cache_clear()
 
 
 NAMES = ("positive_fraction", "log_norm", "sixth_of_skewness")
@@ -151,6 +152,64 @@ def test_invalid_statistic_is_refused_with_its_place(name: str, needs: Any, form
         instrument.statistic(name, needs=needs)(formula)
     assert "test_registered_statistics.py:" in str(error.value)
     assert name not in REGISTERED or name == "positive_fraction"
+
+
+def adversarial_sums(rows: int) -> np.ndarray:
+    """Return rows of sums with zeros of both signs, NaN, infinities, and numbers whose powers overflow and underflow."""
+    generator = np.random.default_rng(0)
+    special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e300, -1e-300, 5.0])
+    matrix = generator.normal(size=(rows, len(sums.COLUMNS))) * 10.0 ** generator.integers(-9, 9, (rows, 1))
+    is_special = generator.random(matrix.shape) < 0.3
+    return np.where(is_special, generator.choice(special, matrix.shape), matrix)
+
+
+@pytest.mark.skipif(sums.evaluate is None, reason="installed without a C compiler")
+def test_kernel_computes_the_bits_of_numpy() -> None:
+    """The formulas are applied to columns of NumPy, one by one."""
+    matrix, names = adversarial_sums(3001), tuple(STATISTICS)
+    given = sums.Sums(matrix)
+    with np.errstate(all="ignore"):
+        for name, column in zip(names, statistics_of(matrix, names), strict=True):
+            value = STATISTICS[name].formula(given)
+            wanted = value if name in WITHOUT_VALUES else np.where(given.n > 0, value, np.nan)
+            assert np.array_equal(column, wanted, equal_nan=True), name
+            numbers = ~np.isnan(wanted)
+            assert np.array_equal(np.signbit(column)[numbers], np.signbit(wanted)[numbers]), name
+    assert not {*DEFAULT} & {*sums.program_of(names)[1]}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda given: 1 - (2 / given.n + 0.5 * given.mean - -given.low),
+        lambda given: abs(given.mean) * (given.high > given.low) + (given.n > 2) + (given.n - -0.0),
+        lambda given: np.abs(given.mean) * np.float64(3) if isinstance(given.n, np.ndarray) else abs(given.mean) * 3,
+        lambda given: (given.zeros == 0) * 1.0 + (given.n >= 3) + (given.nan != 0) + (given.n <= 1),
+        lambda given: 2**given.n + given.variance**1.5 + given.n // 2 + given.n % 2,
+        lambda given: (given.n.log() if isinstance(given.n, Tensor) else np.log(given.n)) + 0 * given.mean,
+        lambda given: given.n.clip(2, 3) + given.mean.round(),
+    ],
+)
+def test_formulas_of_users_are_computed_as_written(formula: Any) -> None:
+    instrument.statistic("of_user")(formula)
+    matrix = adversarial_sums(200)
+    matrix[:, INDEX["n"]] = np.arange(200) % 5
+    given = sums.Sums(matrix)
+    with np.errstate(all="ignore"):
+        wanted = np.where(given.n > 0, formula(given), np.nan)
+        (column,) = statistics_of(matrix, ("of_user",))
+    assert np.array_equal(column, wanted, equal_nan=True)
+
+
+@pytest.mark.skipif(sums.evaluate is None, reason="installed without a C compiler")
+@pytest.mark.parametrize(
+    "operation",
+    [(13, 0, 0, 0), (-1, 0, 0, 0), (0, 5, 0, 0), (0, -1, 0, 0), (3, 0, 0, 0), (2, 0, 0, 0), (np.nan, 0, 0, 0)],
+)
+def test_invalid_programs_are_refused(operation: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="not a program for rows of 5 numbers"):
+        sums.evaluate(np.array([operation], np.float64).tobytes(), np.ones((2, 5)), 5, np.ones((1, 2)))
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,0 +1,123 @@
+"""Formulas of statistics as programs for the kernel, which computes all statistics of all rows in one call.
+
+A formula is called once with traced columns, which note the operations. A formula that does anything else is left to NumPy. Both ways
+give the same bits: each noted operation is rounded once, as in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import copysign
+from typing import Any, NoReturn, SupportsFloat
+
+import numpy as np
+
+evaluate: Callable[[bytes, Any, int, Any], None] | None
+try:
+    from . import native
+except ImportError:  # installed without a C compiler
+    evaluate = None
+else:
+    evaluate = native.evaluate
+
+_CODES = (
+    *("column", "constant", "store", "add", "subtract", "multiply", "divide"),
+    *("negate", "absolute", "root", "square", "less", "select"),
+)
+"""The operations, in the order of `native.c`."""
+_POWERS = {0.5: "root", 2.0: "square"}
+
+
+class Program:
+    """Operations for each row. Each has a value, which later ones use by its index."""
+
+    def __init__(self) -> None:
+        self._operations: dict[tuple[int, float, float, float], int] = {}  # with their indices
+
+    def column(self, index: int) -> Traced:
+        return self._add("column", index)
+
+    def store(self, value: Traced | SupportsFloat, at: int) -> None:
+        """Store a value as a result."""
+        self._add("store", self._index(value), at)
+
+    def note(self, operation: str, *operands: Traced | SupportsFloat) -> Traced:
+        """Add an operation, unless it is known.
+
+        Raises:
+            TypeError: An operand is neither traced nor a number.
+        """
+        return self._add(operation, *map(self._index, operands))
+
+    def _index(self, value: Traced | SupportsFloat) -> int:
+        if isinstance(value, Traced):
+            return value.index
+        number = float(value)
+        return self._add("constant", number, copysign(1.0, number)).index  # 0.0 equals -0.0
+
+    def _add(self, operation: str, a: float, b: float = 0, c: float = 0) -> Traced:
+        return Traced(self, self._operations.setdefault((_CODES.index(operation), a, b, c), len(self._operations)))
+
+    def to_bytes(self) -> bytes:
+        """Return the operations, float64 [operations, 4]: a code, and three operands: indices, or the constant."""
+        return np.array([*self._operations], np.float64).tobytes()
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise TypeError("a program does not have this operation")
+
+
+class Traced:
+    """A column of a program, or the result of an operation."""
+
+    def __init__(self, program: Program, index: int) -> None:
+        self.index = index
+        self._note = program.note
+
+    def __add__(self, other: SupportsFloat) -> Traced:
+        return self._note("add", self, other)
+
+    def __radd__(self, other: SupportsFloat) -> Traced:
+        return self._note("add", other, self)
+
+    def __sub__(self, other: SupportsFloat) -> Traced:
+        return self._note("subtract", self, other)
+
+    def __rsub__(self, other: SupportsFloat) -> Traced:
+        return self._note("subtract", other, self)
+
+    def __mul__(self, other: SupportsFloat) -> Traced:
+        return self._note("multiply", self, other)
+
+    def __rmul__(self, other: SupportsFloat) -> Traced:
+        return self._note("multiply", other, self)
+
+    def __truediv__(self, other: SupportsFloat) -> Traced:
+        return self._note("divide", self, other)
+
+    def __rtruediv__(self, other: SupportsFloat) -> Traced:
+        return self._note("divide", other, self)
+
+    def __pow__(self, exponent: float) -> Traced:
+        if exponent not in _POWERS:  # the bits of other powers depend on the library that computes them
+            _refuse()
+        return self._note(_POWERS[exponent], self)
+
+    def __neg__(self) -> Traced:
+        return self._note("negate", self)
+
+    def __abs__(self) -> Traced:
+        return self._note("absolute", self)
+
+    def __lt__(self, other: SupportsFloat) -> Traced:
+        return self._note("less", self, other)
+
+    def __gt__(self, other: SupportsFloat) -> Traced:
+        return self._note("less", other, self)
+
+    def select(self, one: Traced | SupportsFloat, other: Traced | SupportsFloat) -> Traced:
+        """Return `one` where this is not zero, and `other` elsewhere."""
+        return self._note("select", self, one, other)
+
+    __eq__ = __ne__ = __le__ = __ge__ = __bool__ = __float__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
