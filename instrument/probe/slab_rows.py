@@ -28,6 +28,7 @@ from ..relations.relation import RecordedFingerprint
 from ..stats.cpu_kernel import launch_devices, make_slab
 from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
+from ..stats.formulas import computed, where
 from ..stats.sums import BASE, INDEX, Sums, statistics_of
 from ..tables.kinds import KINDS
 from ..tables.message_template import Column, ListColumn, NumberBlock, NumberColumn, StepColumns
@@ -484,6 +485,11 @@ class StatisticsRows(SlabRows):
         return [*self.layout.statistics, self.layout.shapes[1], custom]
 
 
+def _effect_columns(numel: Any, changed: Any, before: Any, after: Any, factor: Any, held: Any) -> list[Any]:
+    fraction = where(numel > 0, changed / numel, 0.0)
+    return [numel, changed, fraction, before, after, where(held < 1, np.nan, factor)]
+
+
 class EffectRows(SlabRows):
     """Rows of the table `effects`."""
 
@@ -493,10 +499,8 @@ class EffectRows(SlabRows):
     @cached_property
     def block(self) -> NumberBlock:  # type: ignore[override]
         """All numbers but `held`."""
-        numel, changed, before, after, factor, held = self.taken.numbers.T
-        with np.errstate(all="ignore"):
-            fraction = np.where(numel > 0, changed / numel, 0.0)
-        columns = np.stack([numel, changed, fraction, before, after, np.where(held == 0, np.nan, factor)])
+        held = self.taken.numbers[:, -1]
+        columns = computed(_effect_columns, self.taken.numbers)
         nulls = np.isnan(columns)
         for row in self.taken.others:
             nulls[-1, row] = held[row] == 0

@@ -6,12 +6,16 @@ give the same bits: each noted operation is rounded once, as in NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import copysign
 from typing import Any, NoReturn, SupportsFloat
 
 import numpy as np
+import torch
+from torch import Tensor
 
+Matrix = np.ndarray[Any, np.dtype[np.float64]]
 evaluate: Callable[[bytes, Any, int, Any], None] | None
 try:
     from . import native
@@ -121,3 +125,32 @@ class Traced:
 
     __eq__ = __ne__ = __le__ = __ge__ = __bool__ = __float__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+def where(condition: Any, one: Any, other: Any) -> Any:
+    """Return `torch.where` or `numpy.where`, also of traced columns."""
+    if isinstance(condition, Traced):
+        return condition.select(one, other)
+    return torch.where(condition, one, other) if isinstance(condition, Tensor) else np.where(condition, one, other)
+
+
+def computed(formula: Callable[..., Sequence[Any]], matrix: Matrix) -> Matrix:
+    """Return the columns that a formula computes from all columns of a matrix: float64 [results, rows]."""
+    program, count = _program_of(formula, matrix.shape[1])
+    if program and evaluate is not None:
+        columns = np.empty((count, len(matrix)))
+        evaluate(program, matrix, matrix.shape[1], columns)
+        return columns
+    with np.errstate(all="ignore"):
+        return np.stack(formula(*matrix.T))
+
+
+@cache
+def _program_of(formula: Callable[..., Sequence[Any]], width: int) -> tuple[bytes, int]:
+    if evaluate is None:
+        return b"", 0
+    program = Program()
+    results = formula(*map(program.column, range(width)))
+    for at, result in enumerate(results):
+        program.store(result, at)
+    return program.to_bytes(), len(results)

@@ -34,7 +34,7 @@ from ..tables.statistics import (
     Sum,
     statistic_of,
 )
-from .formulas import Program, Traced, evaluate
+from .formulas import Program, Traced, evaluate, where
 
 Matrix = Any
 """float64 [rows, columns]: an array of NumPy, or a tensor on any device."""
@@ -110,13 +110,6 @@ class Sums:
         if isinstance(exists, Tensor):
             return where(exists, self.bits.to(self.form.dtype), nan)
         return self.bits if exists.all() else where(exists, self.bits, nan)
-
-
-def where(condition: Any, one: Any, other: Any) -> Any:
-    """Return `torch.where` or `numpy.where`, also of traced columns."""
-    if isinstance(condition, Traced):
-        return condition.select(one, other)
-    return torch.where(condition, one, other) if isinstance(condition, Tensor) else np.where(condition, one, other)
 
 
 def statistics_of(matrix: Matrix, names: Sequence[str]) -> Any:
