@@ -157,7 +157,8 @@ class HookSet:
         stepped = self.steps.end_step()
         if self._step_hooks:
             self._update_step_coverage(row, stepped=stepped)
-        self.report_replacements()
+        if self._children or self._gradient_groups:
+            self.report_replacements()
         if self._functions is not None:
             self._functions.mode.leave_all()
 
