@@ -29,6 +29,7 @@ _CODES = (
     *("negate", "absolute", "root", "square", "less", "select"),
 )
 """The operations, in the order of `native.c`."""
+_MAX_OPERATIONS = 512  # as in `native.c`
 _POWERS = {0.5: "root", 2.0: "square"}
 
 
@@ -50,6 +51,7 @@ class Program:
 
         Raises:
             TypeError: An operand is neither traced nor a number.
+            OverflowError: There are too many operations.
         """
         return self._add(operation, *map(self._index, operands))
 
@@ -60,7 +62,10 @@ class Program:
         return self._add("constant", number, copysign(1.0, number)).index  # 0.0 equals -0.0
 
     def _add(self, operation: str, a: float, b: float = 0, c: float = 0) -> Traced:
-        return Traced(self, self._operations.setdefault((_CODES.index(operation), a, b, c), len(self._operations)))
+        added = _CODES.index(operation), a, b, c
+        if added not in self._operations and len(self._operations) == _MAX_OPERATIONS:
+            raise OverflowError(f"a program has at most {_MAX_OPERATIONS} operations")
+        return Traced(self, self._operations.setdefault(added, len(self._operations)))
 
     def to_bytes(self) -> bytes:
         """Return the operations, float64 [operations, 4]: a code, and three operands: indices, or the constant."""

@@ -524,7 +524,7 @@ typedef struct {
 static int is_valid(const Operation *o, Py_ssize_t before, Py_ssize_t width, Py_ssize_t results) {
     const double operands[] = {o->a, o->b, o->c};
     const int code = o->code >= 0 && o->code < OPERATIONS ? (int)o->code : OPERATIONS;
-    const int count = code == STORE || (code >= NEGATE && code <= SQUARE) ? 1 : code == SELECT ? 3 : code < ADD ? 0 : 2;
+    const int count = code == STORE ? 1 : code < STORE ? 0 : 3; /* unused ones are 0 */
     for (int i = 0; i < count; i++)
         if (!(operands[i] >= 0 && operands[i] < (double)before))
             return 0;
@@ -556,8 +556,8 @@ static PyObject *evaluate(PyObject *self, PyObject *args) {
         for (Py_ssize_t at = 0; at < count; at++) {
             const Operation *o = operations + at;
             const int code = (int)o->code;
-            const double *a = values[code > CONSTANT ? (int)o->a : 0], *b = values[code > STORE ? (int)o->b : 0];
-            const double *c = values[(int)o->c];
+            const double *a = values[code >= STORE ? (int)o->a : 0], *b = values[code > STORE ? (int)o->b : 0];
+            const double *c = values[code > STORE ? (int)o->c : 0];
             double *result = values[at];
             switch (code) {
             case COLUMN:

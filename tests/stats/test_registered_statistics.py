@@ -189,6 +189,9 @@ def test_kernel_computes_the_bits_of_numpy() -> None:
         lambda given: 2**given.n + given.variance**1.5 + given.n // 2 + given.n % 2,
         lambda given: (given.n.log() if isinstance(given.n, Tensor) else np.log(given.n)) + 0 * given.mean,
         lambda given: given.n.clip(2, 3) + given.mean.round(),
+        lambda given: sum(
+            (given.mean * number for number in range(400)), given.n
+        ),  # more operations than a program has
     ],
 )
 def test_formulas_of_users_are_computed_as_written(formula: Any) -> None:
