@@ -114,11 +114,12 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
         ratio = np.where([at.layer in normalized for at in chosen.locations], np.nan, ratio)
         orthogonal = np.sqrt(np.maximum(1 - cosine**2, 0))  # the sine of the angle
         scaled = np.flatnonzero((ratio > LARGE_CHANGE) & (ratio * cosine > PARALLEL * orthogonal))
-        if 2 * len(scaled) > np.count_nonzero(~np.isnan(ratio)):
+        blocks = np.count_nonzero(~np.isnan(ratio))
+        if 2 * len(scaled) > blocks:
             at = int(scaled[0])
             text = (
-                f"{len(scaled)} blocks add a multiple of their input: the change is {ratio[at]:.3g} times the input, and the cosine "
-                f"of input and output is {cosine[at]:.3g}"
+                f"a multiple of the input is added by {len(scaled)} of {blocks} blocks: the change is {ratio[at]:.3g} times the "
+                f"input, and the cosine of input and output is {cosine[at]:.3g}"
             )
             yield Firing(text, float(ratio[at]), LARGE_CHANGE, chosen.locations[at])
 
