@@ -40,6 +40,7 @@ from .spec_file import conf_folder
 
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 SECTIONS = ("hooks", "apply", "rules")  # mappings of specs by name
+TARGETS = ("model", "task", "optimizer", "scheduler")  # sections that are a target
 
 
 class TaskRepository(ConfigRepository):
@@ -75,7 +76,8 @@ class FieldLoader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         results = [repo.load_config(default.config_path or "") for default in defaults]
         check_names(defaults, [result for result in results if result is not None])
-        config = super()._compose_config_from_defaults_list(defaults, repo)
+        chosen = {override.key_or_group for override in self._given}
+        config = super()._compose_config_from_defaults_list(_without_replaced(defaults, results, chosen), repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
@@ -85,8 +87,27 @@ class FieldLoader(ConfigLoaderImpl):
                 _check_new(key, exists, config)
             elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
                 override.type = OverrideType.FORCE_ADD
+            elif key in TARGETS and key in config and isinstance(value, dict) and "_target_" in value:
+                config[key] = None  # Hydra would merge the arguments of both targets
             exists[key] = override.type != OverrideType.DEL and value is not None
         return config
+
+
+def _without_replaced(
+    defaults: Sequence[ResultDefault], results: Sequence[ConfigResult | None], chosen: Container[str]
+) -> list[ResultDefault]:
+    """Leave out files such as `optimizer/sgd` if a later file has a `_target_` there: Hydra would merge the arguments of both.
+
+    A file that an override has chosen stays.
+    """
+    kept: list[ResultDefault] = []
+    replaced: set[str | None] = set()
+    for default, result in zip(reversed(defaults), reversed(results), strict=True):
+        if default.package not in replaced or default.package in chosen:
+            kept.append(default)
+        content: Any = {} if result is None or default.package else OmegaConf.to_container(result.config)
+        replaced |= {each for each in TARGETS if isinstance(content.get(each), dict) and "_target_" in content[each]}
+    return kept[::-1]
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:
