@@ -183,17 +183,28 @@ RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 0.01}
         (["+exp=mine", "optimizer={_target_:torch.optim.SGD}"], {"_target_": "torch.optim.SGD"}),
         (["optimizer={_target_:torch.optim.SGD,lr:1}"], {"_target_": "torch.optim.SGD", "lr": 1}),
         (["optimizer={lr:1}"], {"_target_": "torch.optim.SGD", "lr": 1, "momentum": 0.9}),
-        (["+exp=mine", "optimizer=adam"], {**RMSPROP, "betas": [0.9, 0.999]}),  # refused later, not ignored
+        (["+exp=mine", "optimizer=adam"], {"_target_": "torch.optim.Adam", "lr": 0.001, "betas": [0.9, 0.999]}),
+        (
+            ["+exp=mine", "optimizer=adam", "optimizer.lr=2"],
+            {"_target_": "torch.optim.Adam", "lr": 2, "betas": [0.9, 0.999]},
+        ),
+        (["+exp=mine", "~optimizer", "+optimizer={_target_:torch.optim.SGD}"], {"_target_": "torch.optim.SGD"}),
     ],
 )
 def test_target_replaces_the_arguments_of_the_default(
     workdir: Path, overrides: list[str], expected: dict[str, Any]
 ) -> None:
-    """The momentum of the default optimizer does not become an argument of another one."""
+    """The momentum of the default optimizer does not become an argument of another one, and the command line wins."""
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text(f"# @package _global_\noptimizer: {RMSPROP}\n")
     config = config_loader().load_configuration("config", overrides, RunMode.RUN)
     assert _plain(config.optimizer) == expected
+
+
+@pytest.mark.parametrize("override", ["scheduler=none", "~scheduler"])
+def test_scheduler_of_an_experiment_is_removed(override: str) -> None:
+    config = config_loader().load_configuration("config", ["+exp=leaky_relu", override], RunMode.RUN)
+    assert config.get("scheduler") is None
 
 
 def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
