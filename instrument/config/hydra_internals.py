@@ -83,6 +83,7 @@ class FieldLoader(ConfigLoaderImpl):
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
+            _check_mapping(key, config)
             if override.type == OverrideType.DEL and key in (*SECTIONS, *TARGETS) and value is None:
                 config.pop(key, None)  # Hydra removes only the choice of the group
             elif override.type == OverrideType.ADD and isinstance(value, dict):
@@ -107,6 +108,16 @@ def _own_targets(defaults: Sequence[ResultDefault], results: Sequence[ConfigResu
     ]
     sections = [(key, value) for content in contents if isinstance(content, dict) for key, value in content.items()]
     return {str(key) for key, value in sections if key in TARGETS and isinstance(value, dict) and "_target_" in value}
+
+
+def _check_mapping(key: str, config: DictConfig) -> None:
+    """Check that a section whose specs an override changes by name is not a list."""
+    section, _, name = key.partition(".")
+    if name and not name[0].isdigit() and section in SECTIONS and OmegaConf.is_list(config.get(section)):
+        message = "must be a mapping, since the items of a list cannot be overridden by name"
+        raise ConfigError(
+            Problem(section, message, given="a list", fix=f"write {section}: {{NAME: {{...}}}} in the file")
+        )
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:
