@@ -136,7 +136,7 @@ _LAZY = {
     "statistic": ".stats.sums",
 }
 # Available as attributes, as in instrument.plot.heatmap(run).
-_PACKAGES = ("analysis", "errors", "interpret", "plot", "report")
+_PACKAGES = ("analysis", "errors", "interpret", "plot", "report", "tasks")
 
 
 def __getattr__(name: str) -> Any:

@@ -221,6 +221,22 @@ def test_all_errors_are_reported_at_once() -> None:
         assert key in error
 
 
+@pytest.mark.usefixtures("workdir")
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("hooks.first.every=2", "hooks: must be a mapping, since the items of a list cannot be overridden by name"),
+        ("+hooks.new={kind: loss, action: record}", "hooks: must be a mapping, since the items of a list"),
+        ("hooks=gradients", "exp/listed.yaml: a key of this file is a list here and a mapping in another file"),
+    ],
+)
+def test_override_of_listed_hooks_asks_for_a_mapping(override: str, expected: str) -> None:
+    write("conf/exp/listed.yaml", "# @package _global_\nhooks: [{name: first, kind: loss, action: record}]\n")
+    error = refusal_of(*TINY, "+exp=listed", override)
+    assert expected in error
+    assert "hooks: {NAME: {...}}" in error
+
+
 INVALID_IN_HOOKS = [
     "hooks=3", "hooks=null", "hooks=nope", "hooks.tame=5", "hooks.tame=[]", "hooks.tame.layers=null", "hooks.tame.layers=[]",
     "hooks.tame.layers=3", "~hooks.noisy.fn", "~hooks.noisy.std", "~hooks.tame.kind", "hooks.digit_maps.steps=3",

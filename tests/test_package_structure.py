@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import instrument
 from instrument.fields.pip_extras import DISTRIBUTION, installed_version, pip_command
 from instrument.plot import PLOTS
 from instrument.report.panels import RUN_PANELS, SWEEP_PANELS
@@ -142,6 +143,11 @@ def test_only_registries_name_the_interpretation_of_networks() -> None:
         *("logit_lens", "patching"),
     ]
     assert all(entry.startswith("instrument.interpret.") for entry in entries.values())
+
+
+def test_tasks_are_an_attribute_before_their_first_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(instrument, "tasks", raising=False)
+    assert instrument.tasks.Supervised.__name__ == "Supervised"
 
 
 @pytest.mark.parametrize(("old", "new"), {**moved_names.MODULES, **moved_names.ATTRIBUTES}.items())

@@ -51,6 +51,9 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _key_problem(error, error.__cause__)
     text = _one_line(error)
+    if mixed := re.match(r"In '(.+?)': .*Cannot merge (?:Dict|List)Config with", text):
+        message = "a key of this file is a list here and a mapping in another file, or vice versa"
+        return Problem(f"{mixed[1]}.yaml", message, fix="write a mapping in both, such as hooks: {NAME: {...}}")
     if absent := re.search(r"(?:default list use |not supported: '\+)\+([^=]+)=(.*?)'?$", text):
         fix = f"add it with one plus: +{absent[1]}={absent[2]}"
         return Problem(absent[1], "the defaults contain no option of this group", absent[2], fix=fix)

@@ -40,6 +40,7 @@ from .spec_file import conf_folder
 
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 SECTIONS = ("hooks", "apply", "rules")  # mappings of specs by name
+TARGETS = ("model", "task", "optimizer", "scheduler")  # sections that are a target
 
 
 class TaskRepository(ConfigRepository):
@@ -73,20 +74,50 @@ class FieldLoader(ConfigLoaderImpl):
         return self._given, repository
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        results = [repo.load_config(default.config_path or "") for default in defaults]
-        check_names(defaults, [result for result in results if result is not None])
-        config = super()._compose_config_from_defaults_list(defaults, repo)
+        loaded = [repo.load_config(default.config_path or "") for default in defaults]
+        results = [result for result in loaded if result is not None]
+        check_names(defaults, results)
+        own = _own_targets(defaults, results)  # Hydra would merge the arguments of both targets
+        used = [default for default in defaults if default.package not in own]
+        config = super()._compose_config_from_defaults_list(used, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
-            if override.type == OverrideType.DEL and key in SECTIONS and value is None:
+            _check_mapping(key, config)
+            if override.type == OverrideType.DEL and key in (*SECTIONS, *TARGETS) and value is None:
                 config.pop(key, None)  # Hydra removes only the choice of the group
             elif override.type == OverrideType.ADD and isinstance(value, dict):
                 _check_new(key, exists, config)
             elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
                 override.type = OverrideType.FORCE_ADD
+            elif key in TARGETS and key in config and isinstance(value, dict) and "_target_" in value:
+                config[key] = None
+            elif key in own and override.type == OverrideType.CHANGE and isinstance(value, str):
+                files = [each.config for default, each in zip(defaults, results, strict=True) if default.package == key]
+                config[key] = OmegaConf.merge(*files) if files else None
             exists[key] = override.type != OverrideType.DEL and value is not None
         return config
+
+
+def _own_targets(defaults: Sequence[ResultDefault], results: Sequence[ConfigResult]) -> set[str]:
+    """Return the sections for which a file such as an experiment has a `_target_`, instead of a file of the section's group."""
+    contents = [
+        OmegaConf.to_container(result.config)
+        for default, result in zip(defaults, results, strict=True)
+        if not default.package
+    ]
+    sections = [(key, value) for content in contents if isinstance(content, dict) for key, value in content.items()]
+    return {str(key) for key, value in sections if key in TARGETS and isinstance(value, dict) and "_target_" in value}
+
+
+def _check_mapping(key: str, config: DictConfig) -> None:
+    """Check that a section whose specs an override changes by name is not a list."""
+    section, _, name = key.partition(".")
+    if name and not name[0].isdigit() and section in SECTIONS and OmegaConf.is_list(config.get(section)):
+        message = "must be a mapping, since the items of a list cannot be overridden by name"
+        raise ConfigError(
+            Problem(section, message, given="a list", fix=f"write {section}: {{NAME: {{...}}}} in the file")
+        )
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:

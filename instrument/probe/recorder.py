@@ -198,7 +198,8 @@ class Recorder:
     def write_kept(self, hook: str) -> list[RecordedTensor]:
         """Pass the tensors that a hook with `keep` has in memory to the sink, and return them."""
         recorded = self.flight_recorder.take(hook)
-        self.samples.write_kept({period_of(one.context) for one in recorded})
+        for batch in self.samples.take_kept({period_of(one.context) for one in recorded}):
+            self.write("samples", batch.rows(number.tolist() for number in batch.numbers))
         for one in recorded:
             self._store(one.context, one.source_shape, one.copy.wait(), one.dtype)
         return recorded
@@ -357,7 +358,7 @@ class Recorder:
         self._store_decided(further.tensors, fetched)
         for cells_of_metrics in further.deferred:
             self.write("metrics", [cells_of_metrics()])
-        return stats_rows, [rows for rows, batch in zip(samples, further.batches, strict=True) if not batch.is_late]
+        return stats_rows, samples
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
         """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""

@@ -33,7 +33,6 @@ class SampleBatch:
         ids: One id per sample: int64 [samples], integers or strings.
         targets: One number per sample: [samples]; None if they are unknown or not scalar.
         is_checked: Whether a recorded tensor must have as many samples in dimension 0.
-        is_late: Whether the rows are written with a later step, because the tensors were in memory until then.
     """
 
     moment: StepContext
@@ -41,7 +40,6 @@ class SampleBatch:
     ids: SampleIds
     targets: Tensor | None
     is_checked: bool = field(kw_only=True)
-    is_late: bool = False
 
     def __post_init__(self) -> None:
         if self.targets is not None:  # the loop may modify its tensors in place before the step ends
@@ -172,11 +170,12 @@ class Samples:
         """Forget the batches of other steps and phases than those of the tensors in memory."""
         self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
 
-    def write_kept(self, periods: Collection[tuple[int, str]]) -> None:
-        """Write the rows of the batches of these steps and phases with the next step, because their tensors are written."""
+    def take_kept(self, periods: Collection[tuple[int, str]]) -> list[SampleBatch]:
+        """Remove and return the batches of these steps and phases, whose tensors are written."""
+        taken: list[SampleBatch] = []
         for batch in take(self._kept):
-            batch.is_late = (batch.moment.step, batch.moment.phase) in periods
-            (self.finished if batch.is_late else self._kept).append(batch)
+            (taken if (batch.moment.step, batch.moment.phase) in periods else self._kept).append(batch)
+        return taken
 
 
 def checked_ids(ids: Any) -> Tensor | Sequence[str]:

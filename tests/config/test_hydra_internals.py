@@ -172,6 +172,41 @@ def test_sweep_values_take_known_fields(workdir: Path) -> None:
     assert sorted((hook.every, hook.start) for hook in jobs) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["+exp=mine"], RMSPROP),
+        (["+exp=mine", "optimizer.lr=0.5"], {**RMSPROP, "lr": 0.5}),
+        (["+exp=mine", "optimizer={_target_:torch.optim.SGD}"], {"_target_": "torch.optim.SGD"}),
+        (["optimizer={_target_:torch.optim.SGD,lr:1}"], {"_target_": "torch.optim.SGD", "lr": 1}),
+        (["optimizer={lr:1}"], {"_target_": "torch.optim.SGD", "lr": 1, "momentum": 0.9}),
+        (["+exp=mine", "optimizer=adam"], {"_target_": "torch.optim.Adam", "lr": 0.001, "betas": [0.9, 0.999]}),
+        (
+            ["+exp=mine", "optimizer=adam", "optimizer.lr=2"],
+            {"_target_": "torch.optim.Adam", "lr": 2, "betas": [0.9, 0.999]},
+        ),
+        (["+exp=mine", "~optimizer", "+optimizer={_target_:torch.optim.SGD}"], {"_target_": "torch.optim.SGD"}),
+    ],
+)
+def test_target_replaces_the_arguments_of_the_default(
+    workdir: Path, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    """The momentum of the default optimizer does not become an argument of another one, and the command line wins."""
+    Path("conf/exp").mkdir(parents=True)
+    Path("conf/exp/mine.yaml").write_text(f"# @package _global_\noptimizer: {RMSPROP}\n")
+    config = config_loader().load_configuration("config", overrides, RunMode.RUN)
+    assert _plain(config.optimizer) == expected
+
+
+@pytest.mark.parametrize("override", ["scheduler=none", "~scheduler"])
+def test_scheduler_of_an_experiment_is_removed(override: str) -> None:
+    config = config_loader().load_configuration("config", ["+exp=leaky_relu", override], RunMode.RUN)
+    assert config.get("scheduler") is None
+
+
 def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: verify.main())
     answer = cli(*TINY, MINE, "hooks.mine.every=2", "data.slice.per_class=9")

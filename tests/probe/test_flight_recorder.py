@@ -112,6 +112,19 @@ def test_rules_read_each_step_once(others: dict[str, Any], tmp_path: Path, monke
     assert len(fired) == len(others)
 
 
+def test_samples_are_written_with_their_tensors() -> None:
+    """A checkpoint at the end of the step, or a kill in the next one, does not lose them."""
+    model, hooks = Fragile(), {"evidence": {**EVIDENCE, "layers": "."}}
+    with warnings.catch_warnings(), instrument.attach(model, hooks) as probe:
+        warnings.simplefilter("ignore", instrument.InstrumentWarning)
+        for model.step in range(6):
+            probe.batch(ids=[model.step])
+            model(torch.zeros(1))
+            probe.end_step()
+        assert [row["sample"] for row in probe.sink.records("samples")] == [4, 5]
+        assert len(stored(probe)) == 2
+
+
 def test_only_the_rule_of_when_writes() -> None:
     rules = {"large": {"watch": "evidence", "stat": "abs_max", "above": 1e6}, "bad": {"rule": "non_finite"}}
     silent = train({"evidence": {**EVIDENCE, "when": "large"}}, rules=rules)

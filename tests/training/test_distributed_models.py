@@ -110,8 +110,7 @@ def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
-    embedding = ("task={_target_: distributed_models.EmbeddingDistance}", "~task.loss")
-    task = ["model=mlp", "model.sizes=[64,16,10]", *embedding]
+    task = ["model=mlp", "model.sizes=[64,16,10]", "task={_target_: distributed_models.EmbeddingDistance}"]
     single = train(tmp_path, "one", *TRAINED, *task).stats
     distributed = train(tmp_path, "two", *TRAINED, *task, *REDUCED, processes=2).stats
     assert_close(matched(single, distributed, KEYS), "l2")

@@ -450,8 +450,8 @@ def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, r
             marks=pytest.mark.slow,
         ),  # found after the hooks are parsed
         pytest.param(
-            "optimizer={_target_: torch.optim.Adafactor}", "TypeError", marks=pytest.mark.slow
-        ),  # the default momentum remains
+            "optimizer={_target_: torch.optim.Adafactor, momentum: 0.9}", "TypeError", marks=pytest.mark.slow
+        ),  # found when the optimizer is created
         ("train.parallel=dpd", "dpd"),  # found before the process group exists
     ],
 )
