@@ -74,10 +74,10 @@ class FieldLoader(ConfigLoaderImpl):
         return self._given, repository
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        loaded = [repo.load_config(default.config_path or "") for default in defaults]
-        results = [result for result in loaded if result is not None]
-        check_names(defaults, results)
-        own = _own_targets(defaults, results)  # Hydra would merge the arguments of both targets
+        loaded = [(default, repo.load_config(default.config_path or "")) for default in defaults]
+        results = [(default, result) for default, result in loaded if result is not None]
+        check_names(defaults, [result for _, result in results])
+        own = _own_targets(results)  # Hydra would merge the arguments of both targets
         used = [default for default in defaults if default.package not in own]
         config = super()._compose_config_from_defaults_list(used, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
@@ -93,19 +93,15 @@ class FieldLoader(ConfigLoaderImpl):
             elif key in TARGETS and key in config and isinstance(value, dict) and "_target_" in value:
                 config[key] = None
             elif key in own and override.type == OverrideType.CHANGE and isinstance(value, str):
-                files = [each.config for default, each in zip(defaults, results, strict=True) if default.package == key]
+                files = [result.config for default, result in results if default.package == key]
                 config[key] = OmegaConf.merge(*files) if files else None
             exists[key] = override.type != OverrideType.DEL and value is not None
         return config
 
 
-def _own_targets(defaults: Sequence[ResultDefault], results: Sequence[ConfigResult]) -> set[str]:
+def _own_targets(results: Sequence[tuple[ResultDefault, ConfigResult]]) -> set[str]:
     """Return the sections for which a file such as an experiment has a `_target_`, instead of a file of the section's group."""
-    contents = [
-        OmegaConf.to_container(result.config)
-        for default, result in zip(defaults, results, strict=True)
-        if not default.package
-    ]
+    contents = [OmegaConf.to_container(result.config) for default, result in results if not default.package]
     sections = [(key, value) for content in contents if isinstance(content, dict) for key, value in content.items()]
     return {str(key) for key, value in sections if key in TARGETS and isinstance(value, dict) and "_target_" in value}
 
