@@ -95,6 +95,7 @@ def _centered(features: Features, samples: Array) -> Array:
     values = features.flat[positions_of(features.ids, samples)].astype(np.float64)
     with np.errstate(invalid="ignore"):  # features that are not finite have no similarity
         centered: Array = values - values.mean(0)
+    centered[:, (values == values[0]).all(0)] = 0.0  # the mean of equal numbers can differ from them by rounding
     return centered
 
 

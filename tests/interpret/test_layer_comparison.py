@@ -94,6 +94,8 @@ def test_constant_layers_have_no_similarity() -> None:
     table = layer_similarity(recorded(nn.Sequential(nn.Threshold(9.0, 0.0), nn.Tanh()), torch.rand(4, 3)))
     assert table.isna().all(axis=None)
     assert plot(table).legends
+    not_exact = nn.Sequential(nn.Threshold(9.0, 0.1)).double()  # the mean of 97 times 0.1 is not 0.1
+    assert layer_similarity(recorded(not_exact, torch.rand(97, 3).double(), size=97)).isna().all(axis=None)
     infinite = nn.Sequential(nn.Linear(2, 2), nn.Threshold(9.0, torch.inf))
     assert layer_similarity(recorded(infinite, torch.rand(4, 2)))["1"].isna().all()
 
