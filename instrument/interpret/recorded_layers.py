@@ -18,6 +18,7 @@ from ..config.base import HookBase, parse_slice
 from ..config.selection import SelectionError, selected_indices
 from ..errors import InstrumentError, Problem, similar_names
 from ..formatting import shorten
+from ..plot.source import check_type
 from ..tables.kinds import KINDS
 
 Shape = tuple[int, ...]
@@ -184,6 +185,7 @@ class Recorded:
 
         Hooks on functions may have recorded other tensors of the same layers.
         """
+        check_type(run, only_run=True)
         if self.hook is not None:
             return self
         rows = run.read("tensors", ["hook", "kind", "role"])
@@ -195,7 +197,12 @@ class Recorded:
         conditions = self.conditions if layer is None else {**self.conditions, "layer": "" if layer == "." else layer}
         rows = run.read("tensors", list(dict.fromkeys([*columns, *conditions])))
         for name, value in conditions.items():
-            rows = rows[rows[name] == value]
+            known, rows = rows[name].unique(), rows[rows[name] == value]
+            if rows.empty and len(known):
+                allowed = shorten([repr(each) if isinstance(each, str) else str(each) for each in known])
+                raise InstrumentError(
+                    Problem(name, "none of the selected tensors has this value", repr(value), allowed)
+                )
         return rows
 
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
@@ -208,6 +215,8 @@ class Recorded:
         Raises:
             InstrumentError: A layer has no tensors, or there are none.
         """
+        if isinstance(layers, str):
+            raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=f"pass [{layers!r}]"))
         if run.folders != [run.path]:
             message = f"the folder contains {len(run.folders)} runs"
             raise InstrumentError(Problem("run", message, fix="load one of them"))

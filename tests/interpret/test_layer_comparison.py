@@ -121,5 +121,13 @@ def test_missing_layers_are_errors(run: instrument.Run) -> None:
     message = r"(?s)layers: no tensors of this layer.*given    conv.*0 \[14, 3, 8\].*fix"
     with pytest.raises(InstrumentError, match=message):
         layer_similarity(run, layers=["conv"])
-    with pytest.raises(InstrumentError, match=r"layers: no layer was recorded"):
-        layer_similarity(run, hook="other")
+    for arguments, message in (
+        ({"hook": "other"}, r"hook: none of the selected tensors.*given    'other'.*allowed  'features'"),
+        ({"step": 7}, r"step: none of the selected tensors.*given    7.*allowed  0, 1"),
+        ({"layers": "conv"}, r"layers: must be a list of names.*given    conv"),
+        ({"other": str(run.path)}, r"run: must be a run\n.*given    str.*instrument\.load"),
+    ):
+        with pytest.raises(InstrumentError, match=f"(?s){message}"):
+            layer_similarity(run, **arguments)
+    with pytest.raises(InstrumentError, match="requires the layer similarity table, but a Run was given"):
+        plot(run)
