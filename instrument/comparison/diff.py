@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,8 +91,12 @@ def diff(
             matches nothing; or the tolerance is not a number of at least 0. A folder of tensors cannot be read, or the
             token ids of the two folders differ.
     """
-    if tolerance is not None and not 0 <= tolerance < math.inf:
+    if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < math.inf):
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
+    if not isinstance(steps, Sequence) or [isinstance(each, Integral | None) for each in steps] != [True, True]:
+        raise ConfigError(
+            Problem("steps", "must be a range of steps", steps, "(first, end), such as (0, 100) or (50, None)")
+        )
     if not isinstance(rename or {}, Mapping):
         raise ConfigError(Problem("rename", "must be a mapping from names in A to names in B", rename))
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
