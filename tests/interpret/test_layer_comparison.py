@@ -90,6 +90,15 @@ def test_two_runs_are_matched_by_id(model: nn.Module, run: instrument.Run) -> No
         layer_similarity(one, recorded(model, batch, torch.arange(100, 130)), layers=["3"], other_layers=["3"])
 
 
+@pytest.mark.parametrize("fields", [{"every": 2}, {"samples": 3}, {"samples": [2, 5]}, {"slice": "1::2"}])
+def test_samples_without_ids_are_matched_by_batch(fields: dict[str, Any]) -> None:
+    hooks = {"all": {**RECORD, "layers": "0"}, "some": {**RECORD, "layers": "1", **fields}}
+    model = nn.Sequential(nn.Linear(4, 6), nn.Identity())
+    with pytest.warns(InstrumentWarning, match="samples are left out"):
+        table = layer_similarity(forward_steps(model, hooks, torch.randn(6, 8, 4)).run)
+    assert table.loc["0", "1"] == pytest.approx(1.0, rel=1e-6)
+
+
 def test_constant_layers_have_no_similarity() -> None:
     table = layer_similarity(recorded(nn.Sequential(nn.Threshold(9.0, 0.0), nn.Tanh()), torch.rand(4, 3)))
     assert table.isna().all(axis=None)
