@@ -222,7 +222,7 @@ def _nothing_in_common(
     locations = comparison.locations
     layers, series, scopes = (
         [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]
-        for columns in (["layer"], ["kind", "role"], ["scope"])
+        for columns in (["layer"], ["hook", "kind", "role"], ["scope"])
     )
     texts: Sequence[Sequence[str]] = series
     if not all(steps):
@@ -231,7 +231,8 @@ def _nothing_in_common(
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
         message, texts, fix = "no layer was recorded by both runs", layers, "rename layers: OLD=NEW"
     elif locations.empty:
-        message, fix = "the hooks of the two runs record different tensors", "record with the same hooks"
+        message = "the hooks of the two runs record different tensors"
+        fix = "record with the same hooks, also the same names if several have the same kind and role"
     elif not set(steps[0]) & set(steps[1]):
         message, texts = "no step was recorded by both runs", [[str(step) for step in each] for each in steps]
         fix = "record with the same 'every', 'start' and 'steps'"

@@ -583,6 +583,12 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
         "rename layers: OLD=NEW",
     ),
     "hooks": ([{}], [{"role": "input"}], "the hooks of the two runs record different tensors", "same hooks"),
+    "names": (
+        [{"hook": "acts"}],
+        [{"hook": "early"}, {"hook": "late"}],
+        r"the hooks of the two runs record different tensors(.|\n)*A: acts \w+ \w+; B: early \w+ \w+, late ",
+        "also the same names",
+    ),
     "steps": ([{"step": 1}], [{"step": 2}, {"step": 3}], "no step was recorded by both runs", "every"),
     "scope": ([{"scope": "global"}], [{"scope": "local"}], "no row has a counterpart", "reduce=global"),
     "none": ([{}], [], "no tensor was recorded at the compared steps", "hooks=activations"),
