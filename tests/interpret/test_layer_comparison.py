@@ -99,6 +99,18 @@ def test_samples_without_ids_are_matched_by_batch(fields: dict[str, Any]) -> Non
     assert table.loc["0", "1"] == pytest.approx(1.0, rel=1e-6)
 
 
+def test_runs_without_ids_must_have_the_same_batches() -> None:
+    model, batches = nn.Linear(4, 6), torch.randn(6, 8, 4)
+    one, two, rare = (
+        forward_steps(model, {"f": {**RECORD, "layers": ".", "every": every}}, batches).run for every in (1, 1, 2)
+    )
+    assert layer_similarity(one, two).loc[".", "."] == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(
+        InstrumentError, match="other: the samples have no ids, and the runs recorded different batches"
+    ):
+        layer_similarity(one, rare)
+
+
 def test_constant_layers_have_no_similarity() -> None:
     table = layer_similarity(recorded(nn.Sequential(nn.Threshold(9.0, 0.0), nn.Tanh()), torch.rand(4, 3)))
     assert table.isna().all(axis=None)
