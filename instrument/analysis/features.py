@@ -247,7 +247,7 @@ def settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
     return hooks.get(hook) or {}
 
 
-def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -> Array | None:
+def recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -> Array | None:
     """Return the index in the batch of each entry of dimension 0 of a recorded tensor; None if these are not samples."""
     if not shape:
         return None
@@ -272,7 +272,7 @@ def batches_of(
     parts = zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
     groups = {(*key,): group for key, group in parts}
     spec = settings_of(files, rows["hook"].iloc[0])
-    positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
+    positions_of = cache(lambda shape, source: recorded_positions(shape, source, spec))
     unknown = []
     for cells in rows[[*selection.key, "shape", "source_shape"]].itertuples(index=False, name=None):
         key, shape, source = cells[:-2], tuple(map(int, cells[-2])), tuple(map(int, cells[-1]))

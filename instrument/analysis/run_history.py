@@ -58,6 +58,7 @@ class RunHistory:
         fired: The events with a value, which rules write; each rule writes few.
         effects: The effects of interventions by series.
         acted: The steps at which each intervention fired and its condition held, without values.
+        acted_steps: The same steps by intervention, in ascending order.
         distributions: The quantiles and histograms.
         metrics: The metrics by phase. The only location is empty.
         places: The layer and the module type of each location.
@@ -77,12 +78,14 @@ class RunHistory:
         self.fired: list[RuleEvent] = []
         self.effects: dict[RecordedSeries, StepHistory] = {}
         self.acted: dict[str, StepHistory] = {}
+        self.acted_steps: dict[str, np.ndarray] = {}
         self.distributions = DistributionHistory()
         self.metrics: dict[str, StepHistory] = {}
         self.not_finite: dict[tuple[str, str], list[int]] = {}
         self.places: dict[str, tuple[str, str]] = {}
         self._measured: dict[RecordedSeries, StepHistory] = {}
         self._spread: dict[RecordedSeries, StepHistory] = {}  # minimum, maximum and median of distributions
+        self._rank_of: dict[tuple[RecordedSeries, str], int] = {}  # the first process that recorded a location
         self._severities: Counter[str] = Counter()
         self._called: list[str] = []  # layers in the order of the step at which most of them returned an output
         self._most_called = 0
@@ -90,7 +93,7 @@ class RunHistory:
 
     def columns(self, table: str) -> list[str]:
         """Return the columns of a table that `add` requires."""
-        identity = ["step", "recompute", "module_type", *WHERE]
+        identity = ["step", "rank", "recompute", "module_type", *WHERE]
         if TABLES[table].joins_statistics:
             more = ["position", *([CUSTOM.name] if self.custom else [])] if table == "stats" else []
             return [*identity, *TABLES[table].numbers, *more]
@@ -176,7 +179,7 @@ class RunHistory:
             self._called, self._order, self.order_version = ordered, None, self.version
 
     def _add_numbers(self, rows: pa.Table) -> None:
-        names = [name for name in rows.schema.names if name not in ("step", "recompute", "module_type", *WHERE)]
+        names = [name for name in rows.schema.names if name not in ("step", "rank", "recompute", "module_type", *WHERE)]
         self._add_to(self._measured, rows, {name: floats(rows[name]) for name in names}, self.room)
 
     def _add_effects(self, rows: pa.Table) -> None:
@@ -185,12 +188,15 @@ class RunHistory:
         hooks, steps = held["hook"].to_numpy(zero_copy_only=False), held["step"].to_numpy()
         for hook in dict.fromkeys(hooks.tolist()):
             fired = steps[hooks == hook]
+            self.acted_steps[hook] = np.union1d(self.acted_steps.get(hook, fired), fired)
             history = self.acted.setdefault(hook, StepHistory())
             history.add([""], np.zeros(len(fired), np.int64), fired, {}, self.version)
 
     def _add_distributions(self, rows: pa.Table) -> None:
-        for series, location, index in self._locations(rows):
-            self.distributions.add((series, location), rows.take(index), self.version)
+        for series, location, index, is_first in self._locations(rows):
+            if is_first.any():
+                self.distributions.add((series, location), rows.take(index[is_first]), self.version)
+            self.distributions.locations[series, location].has_several |= not is_first.all()
         pairs = zip(rows["levels"].to_pylist(), rows["quantiles"].to_pylist(), strict=True)
         medians = (of[at.index(MIDDLE)] if at and of and MIDDLE in at else np.nan for at, of in pairs)
         values = {"min": floats(rows["low"]), "max": floats(rows["high"]), "median": np.array([*medians], np.float64)}
@@ -231,7 +237,9 @@ class RunHistory:
     def _add_coverage(self, rows: pa.Table) -> None:
         self.coverage += rows.to_pylist()
 
-    def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
+    def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray, np.ndarray]]:
+        """Yield each location with the indices of its rows, and whether they are of the first process that recorded it."""
+        ranks = rows["rank"].to_numpy()
         numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
         groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
         indices = (cells.values.to_numpy() for cells in groups["index_list"])
@@ -241,17 +249,17 @@ class RunHistory:
             location = location_name(combination["layer"], combination["path"], series.kind)
             if location not in self.places:
                 self.places[location] = combination["layer"], str(rows["module_type"][int(index[0])])
-            yield series, location, index
+            yield series, location, index, ranks[index] == self._rank_of.setdefault((series, location), ranks[index[0]])
 
     def _add_to(
         self, target: dict[RecordedSeries, StepHistory], rows: pa.Table, values: Mapping[str, np.ndarray], room: int
     ) -> None:
         steps = rows["step"].to_numpy()
         by_series: dict[RecordedSeries, list[tuple[str, np.ndarray]]] = {}
-        for series, location, index in self._locations(rows):
+        for series, location, index, is_first in self._locations(rows):
             by_series.setdefault(series, []).append((location, index))
-        for series in by_series:
-            target.setdefault(series, StepHistory())
+            history = target.setdefault(series, StepHistory())
+            history.has_several |= not is_first.all()
         for history in target.values():
             history.room = room // len(target)
         for series, parts in by_series.items():

@@ -18,8 +18,8 @@ from .plot_data import RecordedSeries
 
 MAX_VALUES = 200_000  # the maximum number of values of all statistics and locations
 FEWEST, MOST = 16, 1_024  # limits of the number of groups of steps
-NO_STEPS = np.array([[np.iinfo(np.int64).max], [-1], [0], [0]])  # first and last step, number of steps, last change
-MERGED = (np.minimum, np.maximum, np.add, np.maximum)
+NO_STEPS = np.array([[np.iinfo(np.int64).max], [-1], [0]])  # first and last step, last change
+MERGED = (np.minimum, np.maximum, np.maximum)
 RULES: dict[str, tuple[np.ufunc, float]] = {"min": (np.fmin, np.nan), "max": (np.fmax, np.nan), "mean": (np.add, 0.0)}
 """How the values of a group are merged, and the value of an empty group: a mean is a sum here."""
 
@@ -80,7 +80,7 @@ class StepHistory:
         locations: The names of the locations, by row of the values.
         width: The number of steps of a group.
         rebuilt: The version of the last change to groups, locations or statistics that concerns all values.
-        has_several: Whether a location has several rows in a step.
+        has_several: Whether a location has several rows in a step, as far as these were added together.
     """
 
     def __init__(self, room: int = MAX_VALUES) -> None:
@@ -134,10 +134,9 @@ class StepHistory:
         self.has_several |= len(np.unique(steps * len(self.locations) + rows)) < len(rows)
         for name, column in new.items():
             self._values[name].add(rows, columns, steps, column)
-        first, last, counts, versions = self._groups
+        first, last, versions = self._groups
         np.minimum.at(first, columns, steps)
         np.maximum.at(last, columns, steps)
-        np.add.at(counts, columns[np.unique(steps, return_index=True)[1]], 1)
         versions[columns] = version
 
     def _columns_of(self, steps: np.ndarray, version: int) -> np.ndarray:
@@ -179,13 +178,13 @@ class StepHistory:
     def groups(self, since: int = -1) -> np.ndarray:
         """Return the columns of the groups that changed after a version, in the order of the steps; int64."""
         columns = np.array([self._column_of[key] for key in sorted(self._column_of)], np.int64)
-        changed: np.ndarray = columns[self._groups[3, columns] > since]
+        changed: np.ndarray = columns[self._groups[2, columns] > since]
         return changed
 
-    def steps(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the first step, the last step and the number of different steps of some groups."""
-        first, last, counts = self._groups[:3, columns]
-        return first, last, counts
+    def steps(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first and the last step of some groups."""
+        first, last = self._groups[:2, columns]
+        return first, last
 
     def values(self, statistic: str, columns: np.ndarray) -> np.ndarray:
         """Return a statistic in some groups; float64, shape [locations, groups]; NaN for missing values."""

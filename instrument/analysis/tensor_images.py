@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
+from ..config.base import parse_slice
 from ..tables.kinds import KINDS
+from .features import recorded_positions, settings_of
 from .plot_data import PlottedTensor, recorded_tensors
 from .run_tables import RunTables
 
 GREY, COLOURED = 1, 3  # numbers of channels of an image
 
 
+@dataclass(frozen=True)
 class TensorMaps(PlottedTensor):
-    """A stack of maps: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters."""
+    """A stack of maps: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
+
+    Attributes:
+        samples: The position in the batch of each recorded sample.
+    """
+
+    samples: tuple[int, ...]
 
     @property
     def what(self) -> str:
@@ -57,18 +70,33 @@ def maps_in(run: RunTables | pd.DataFrame) -> list[TensorMaps]:
         plane = len(shape) in (3, 4) and min(shape) > 0 and max(shape[-2:]) > 1
         is_complete = len(shape) == 4 or KINDS[tensor.series.kind].family == "module"
         if len(tensor.source_shape) == 4 and plane and is_complete:
-            all_maps.append(TensorMaps(**vars(tensor)))
+            spec = settings_of(run.files[0], tensor.series.hook) if isinstance(run, RunTables) else {}
+            all_maps.append(TensorMaps(**vars(tensor), samples=_samples(tensor, spec)))
     return all_maps
 
 
-def image_of(maps: TensorMaps, others: list[TensorMaps]) -> TensorMaps | None:
-    """Return the input image of the maps; None if it was not recorded.
+def _samples(tensor: PlottedTensor, spec: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the positions in the batch of the recorded samples of a tensor; the first ones if these are unknown."""
+    part = spec.get("slice")
+    first = None if part is None else parse_slice(part)[0]
+    if isinstance(first, int):
+        return (range(tensor.source_shape[0])[first],)
+    known = recorded_positions(tensor.shape, tensor.source_shape, spec)
+    return tuple(range(tensor.shape[0]) if known is None else known.tolist())
 
-    This is the input of the first module whose input is an image, in the same batch.
+
+def image_of(maps: TensorMaps, others: list[TensorMaps], sample: int = 0) -> tuple[TensorMaps, int] | None:
+    """Return the input images of the maps and the index of the recorded sample among them; None if it was not recorded.
+
+    These are the input of the first module whose input is an image, in the same batch.
     """
     if maps.series.is_of_parameters:
         return None
-    return next((other for other in others if other.batch == maps.batch and other.is_image), None)
+    images = next((other for other in others if other.batch == maps.batch and other.is_image), None)
+    position = maps.samples[sample if len(maps.shape) == 4 else 0]
+    if images is None or position not in images.samples:
+        return None
+    return images, images.samples.index(position)
 
 
 def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:

@@ -229,7 +229,13 @@ def _write_hf(data: ActivationDataset, folder: Path) -> None:
 
 def _batches(data: ActivationDataset, size: int | None = None) -> Iterator[dict[str, Any]]:
     for batch in data.batches(size or max(1, BATCH_BYTES // max(data.item_bytes, 1))):
-        yield {**batch.pop("x"), **batch}
+        layers = batch.pop("x")
+        if taken := layers.keys() & batch.keys():
+            message = "a column of the export has the name of this layer"
+            raise ConfigError(
+                Problem("--layer", message, min(taken), fix="export the other layers; run.dataset reads this one")
+            )
+        yield {**layers, **batch}
 
 
 def _cells(part: Tensor | list[str]) -> pa.Array:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,8 +91,12 @@ def diff(
             matches nothing; or the tolerance is not a number of at least 0. A folder of tensors cannot be read, or the
             token ids of the two folders differ.
     """
-    if tolerance is not None and not 0 <= tolerance < math.inf:
+    if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < math.inf):
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
+    if not isinstance(steps, Sequence) or [isinstance(each, Integral | None) for each in steps] != [True, True]:
+        raise ConfigError(
+            Problem("steps", "must be a range of steps", steps, "(first, end), such as (0, 100) or (50, None)")
+        )
     if not isinstance(rename or {}, Mapping):
         raise ConfigError(Problem("rename", "must be a mapping from names in A to names in B", rename))
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
@@ -217,7 +222,7 @@ def _nothing_in_common(
     locations = comparison.locations
     layers, series, scopes = (
         [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]
-        for columns in (["layer"], ["kind", "role"], ["scope"])
+        for columns in (["layer"], ["hook", "kind", "role"], ["scope"])
     )
     texts: Sequence[Sequence[str]] = series
     if not all(steps):
@@ -226,7 +231,8 @@ def _nothing_in_common(
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
         message, texts, fix = "no layer was recorded by both runs", layers, "rename layers: OLD=NEW"
     elif locations.empty:
-        message, fix = "the hooks of the two runs record different tensors", "record with the same hooks"
+        message = "the hooks of the two runs record different tensors"
+        fix = "record with the same hooks, also the same names if several have the same kind and role"
     elif not set(steps[0]) & set(steps[1]):
         message, texts = "no step was recorded by both runs", [[str(step) for step in each] for each in steps]
         fix = "record with the same 'every', 'start' and 'steps'"

@@ -118,6 +118,10 @@ def _of_weights(
         weight: Array = weight_named(weights, f"{name}.weight", "classifier").double().numpy()
         bias = weights[f"{name}.bias"].double().numpy() if f"{name}.bias" in weights else bias
     else:
+        if hasattr(classifier, "parameters"):
+            raise InstrumentError(
+                Problem("classifier", "is a module", type(classifier).__name__, fix="pass its weight")
+            )
         given = classifier.detach().cpu().double().numpy() if hasattr(classifier, "detach") else classifier
         weight = np.asarray(given, np.float64)
     channels = features.X.shape[1]

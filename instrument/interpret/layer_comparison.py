@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from ..analysis.features import Array, Features
+from ..analysis.features import BATCH, Array, Features
 from ..analysis.load import Run
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from .recorded_layers import Recorded, positions_of
@@ -39,7 +39,8 @@ def layer_similarity(
 
     Args:
         run: A run with recorded tensors; for a probe, `probe.run`.
-        other: Another run, such as one with another seed. Samples are matched by id. Default: the same run.
+        other: Another run, such as one with another seed. Samples are matched by id, or by batch if neither run has ids. Default: the
+            same run.
         layers: The layers of `run`. Default: all recorded ones, in forward order.
         other_layers: The layers of `other`. Default: all recorded ones; `layers`, if `other` is not given.
         hook: Name of the hook that recorded the tensors; required if several hooks recorded a layer. One of kind
@@ -54,7 +55,8 @@ def layer_similarity(
         finite. `attrs["samples"]` is the number of samples.
 
     Raises:
-        InstrumentError: A layer was not recorded, the selection is ambiguous, or fewer than two samples are common to all layers.
+        InstrumentError: A layer was not recorded, the selection is ambiguous, fewer than two samples are common to all layers, or two
+            runs without ids recorded different batches.
 
     Warns:
         InstrumentWarning: Samples that some layers lack are left out.
@@ -63,6 +65,12 @@ def layer_similarity(
     of_rows, of_columns = (selection.preferring_outputs(each) for each in (run, other or run))
     rows = of_rows.layers(run, layers)
     columns = rows if other is None and other_layers is None else of_columns.layers(other or run, other_layers)
+    if other is not None and not (run.count("samples") or other.count("samples")):
+        pairs = ((of_rows, run), (of_columns, other))
+        batches = [set(each.rows(data, BATCH)[BATCH].itertuples(index=False, name=None)) for each, data in pairs]
+        if batches[0] != batches[1]:
+            message = "the samples have no ids, and the runs recorded different batches"
+            raise InstrumentError(Problem("other", message, fix="record with probe.batch(ids=ids), or the same steps"))
     is_symmetric = other is None and columns == rows
     left = [of_rows.read(run, layer) for layer in rows]
     right = left if is_symmetric else [of_columns.read(other or run, layer) for layer in columns]
@@ -95,6 +103,7 @@ def _centered(features: Features, samples: Array) -> Array:
     values = features.flat[positions_of(features.ids, samples)].astype(np.float64)
     with np.errstate(invalid="ignore"):  # features that are not finite have no similarity
         centered: Array = values - values.mean(0)
+    centered[:, (values == values[0]).all(0)] = 0.0  # the mean of equal numbers can differ from them by rounding
     return centered
 
 

@@ -11,6 +11,7 @@ from ..analysis.plot_data import short_names
 from ..plot.axes_and_scales import LONGEST, colours, draw_cells, finished, height_of, new_charts, plain, width_of
 from ..plot.look import Look
 from ..plot.plot_function import plot
+from ..plot.source import check_columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,11 @@ def layer_similarity(table: pd.DataFrame, **look: Unpack[Look]) -> Figure:
     Args:
         table: The result of `instrument.interpret.layer_similarity`.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
+
+    Raises:
+        InstrumentError: `table` is not such a table.
     """
+    check_columns(table, "layer similarity", ())
     rows, columns = ([str(name) for name in names] for names in (table.index, table.columns))
     values = table.to_numpy(np.float64)
     width = min(WIDEST, max(2.0, CELL * len(columns)))

@@ -58,7 +58,7 @@ def _layers(run: Run) -> list[tuple[AttentionTensor, AttentionMaps]]:
     last: dict[tuple[str, str], AttentionTensor] = {}
     for tensor in attention_tensors(run):
         at = (tensor.series.label, tensor.location)
-        is_output = tensor.series.role == "output" and not tensor.series.is_gradient
+        is_output = tensor.series.role in ("output", "attention") and not tensor.series.is_gradient
         if is_output and (at not in last or tensor.batch.step > last[at].batch.step):
             last[at] = tensor
     layers = []

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import hooks_of
-from ..analysis.features import Array, Features
+from ..analysis.features import BATCH, Array, Features, recorded_positions, settings_of
 from ..analysis.load import Run
 from ..analysis.plot_data import Batch, PlottedTensor, forward_order, rank_in, recorded_tensors
 from ..analysis.run_tables import RunTables
@@ -18,6 +18,7 @@ from ..config.base import HookBase, parse_slice
 from ..config.selection import SelectionError, selected_indices
 from ..errors import InstrumentError, Problem, similar_names
 from ..formatting import shorten
+from ..plot.source import check_type
 from ..tables.kinds import KINDS
 
 Shape = tuple[int, ...]
@@ -184,6 +185,7 @@ class Recorded:
 
         Hooks on functions may have recorded other tensors of the same layers.
         """
+        check_type(run, only_run=True)
         if self.hook is not None:
             return self
         rows = run.read("tensors", ["hook", "kind", "role"])
@@ -195,7 +197,12 @@ class Recorded:
         conditions = self.conditions if layer is None else {**self.conditions, "layer": "" if layer == "." else layer}
         rows = run.read("tensors", list(dict.fromkeys([*columns, *conditions])))
         for name, value in conditions.items():
-            rows = rows[rows[name] == value]
+            known, rows = rows[name].unique(), rows[rows[name] == value]
+            if rows.empty and len(known):
+                allowed = shorten([repr(each) if isinstance(each, str) else str(each) for each in known])
+                raise InstrumentError(
+                    Problem(name, "none of the selected tensors has this value", repr(value), allowed)
+                )
         return rows
 
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
@@ -208,6 +215,8 @@ class Recorded:
         Raises:
             InstrumentError: A layer has no tensors, or there are none.
         """
+        if isinstance(layers, str):
+            raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=f"pass [{layers!r}]"))
         if run.folders != [run.path]:
             message = f"the folder contains {len(run.folders)} runs"
             raise InstrumentError(Problem("run", message, fix="load one of them"))
@@ -245,7 +254,7 @@ class Recorded:
     def read(self, run: Run, layer: str) -> Features:
         """Return the tensors of a layer in the order of the ids.
 
-        If the run has no ids, the samples have the order in which they were recorded, and are numbered from 0.
+        If the run has no ids, the samples of all recorded batches are numbered from 0, in the order of the batches.
 
         Raises:
             InstrumentError: The selection is ambiguous, or the tensors cannot be read.
@@ -258,11 +267,25 @@ class Recorded:
                 values = ", ".join(map(repr, rows[name].unique()))
                 message = f"layer {layer!r} has tensors of several values"
                 raise InstrumentError(Problem(name, message, values, fix=f"pass {name}="))
-        rows = rows.sort_values(["step", "micro_step", "rank"], kind="stable")
+        rows = rows.sort_values(BATCH, kind="stable")
         if len({values.shape[1:] for values in rows["values"]}) > 1:
             raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))
         joined: Array = np.concatenate([*rows["values"]])
-        return Features(joined, None, np.arange(len(joined)))
+        first = _first_numbers(run, rows["phase"].iloc[0])
+        spec, ids = settings_of(run.files[0], rows["hook"].iloc[0]), []
+        for *batch, values, source in rows[[*BATCH, "values", "source_shape"]].itertuples(index=False, name=None):
+            positions = recorded_positions(values.shape, tuple(map(int, source)), spec)
+            ids.append(first[*batch] + (np.arange(len(values)) if positions is None else positions))
+        return Features(joined, None, np.concatenate(ids))
+
+
+def _first_numbers(run: RunTables, phase: str) -> pd.Series:
+    """Return the number of the first sample of each batch of a phase, whichever layers and samples were recorded of it."""
+    rows = run.read("tensors", [*BATCH, "phase", "kind", "source_shape"])
+    rows = rows[(rows["phase"] == phase) & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
+    sizes = rows["source_shape"].map(lambda shape: int(shape[0]) if len(shape) else 1)
+    sizes = sizes.groupby([rows[name] for name in BATCH]).max()
+    return sizes.cumsum() - sizes
 
 
 def positions_of(ids: Array, common: Array) -> Array:

@@ -244,7 +244,7 @@ def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
     for run, label in _labels_without_seed(overrides).items():
         if run in curves.values:
             groups.setdefault(label, []).append(run)
-    are_seeds = SEED in overrides and not overrides.reset_index(drop=True).duplicated().any()
+    are_seeds = SEED in overrides and not overrides.reset_index(drop=True).map(str).duplicated().any()
     if are_seeds and current().has_intervals(max(map(len, groups.values()), default=0)):
         means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
         return [

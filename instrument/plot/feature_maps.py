@@ -122,7 +122,7 @@ def _draw_figure(
         if image is None:
             axes.axis("off")
         else:
-            draw_image(axes, image.values(run, sample), f"image, step {image.batch.step:,}")
+            draw_image(axes, image[0].values(run, image[1]), f"image, step {image[0].batch.step:,}")
     for line, row, arrays in zip(panels[len(above) :], rows, values, strict=True):
         ends = [limits(array) for array in arrays if array is not None]
         high = max(high for _, high in ends)
@@ -155,11 +155,12 @@ def _values(one: TensorMaps, run: Run | pd.DataFrame, sample: int) -> np.ndarray
         raise InstrumentError(message) from None
 
 
-def _image(column: Sequence[TensorMaps | None], all_maps: list[TensorMaps], sample: int) -> TensorMaps | None:
-    """Return the image that the maps of a column were computed from, if it was recorded for the sample."""
-    image = next((image_of(one, all_maps) for one in column if one is not None), None)
-    has_it = image is not None and (len(image.shape) == 3 or sample < image.shape[0])
-    return image if has_it and image not in column else None
+def _image(
+    column: Sequence[TensorMaps | None], all_maps: list[TensorMaps], sample: int
+) -> tuple[TensorMaps, int] | None:
+    """Return the image that the maps of a column were computed from, as `image_of`."""
+    image = next((image_of(one, all_maps, sample) for one in column if one is not None), None)
+    return None if image is None or image[0] in column else image
 
 
 def cut(values: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from ..storage.run_search import NoRunError
 from .axes_and_scales import charts_beside, colour_of, draw_line, finished, height_or, plain, scale
 from .look import Look
 from .plot_function import plot
-from .source import check_single_run
+from .source import check_single_run, check_type
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +40,7 @@ def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) 
     Raises:
         InstrumentError: The run is not a replay or its source does not exist.
     """
+    check_type(run, only_run=True)
     check_single_run([folder.name for folder in run.folders])
     entry = run.info.get("replay")
     if not entry:

@@ -38,19 +38,22 @@ def check_source(data: Run | pd.DataFrame, table: str) -> None:
     if isinstance(data, Run):
         check_single_run([folder.name for folder in data.folders])
     else:
-        check_columns(data, table)
+        check_columns(data, table, (*REQUIRED_COLUMNS, *(("dtype", "source_shape") if table == "tensors" else ())))
         check_single_run(list(dict.fromkeys(data["run"])) if "run" in data else [])
 
 
-def check_type(data: object) -> None:
-    """Raise an InstrumentError if the data of a plot are neither a run nor rows."""
-    if not isinstance(data, Run | pd.DataFrame):
+def check_type(data: object, *, only_run: bool = False) -> None:
+    """Raise an InstrumentError if the data are neither a run nor, unless `only_run`, rows."""
+    if not isinstance(data, Run if only_run else Run | pd.DataFrame):
         fix = "for a probe, pass probe.run; for a folder, pass instrument.load(FOLDER)"
-        raise InstrumentError(Problem("run", "must be a run, or a DataFrame of its rows", type(data).__name__, fix=fix))
+        message = "must be a run" + ("" if only_run else ", or a DataFrame of its rows")
+        raise InstrumentError(Problem("run", message, type(data).__name__, fix=fix))
 
 
 def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUIRED_COLUMNS) -> None:
-    """Raise an InstrumentError if a table has no rows, or lacks a needed column."""
+    """Raise an InstrumentError if a table is no DataFrame, has no rows, or lacks a needed column."""
+    if not isinstance(frame, pd.DataFrame):
+        raise InstrumentError(f"this plot requires the {table} table, but a {type(frame).__name__} was given")
     if missing := [name for name in needed if name not in frame]:
         names = ", ".join(missing)
         raise InstrumentError(f"this plot requires columns that are missing from the {table} table: {names}")

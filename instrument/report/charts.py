@@ -78,10 +78,10 @@ def lanes(history: RunHistory) -> dict[str, Any]:
     """Return the steps of interventions, and warnings, errors and firings of rules that belong to a step."""
     acted = []
     for hook, each in history.acted.items():
-        first, last, steps = each.steps(each.groups())
+        first, last = each.steps(each.groups())
         gaps = np.flatnonzero(first[1:] > last[:-1] + 1)  # adjacent groups are one range
         ranges = np.stack([first[[0, *(gaps + 1)]], last[[*gaps, -1]]], axis=1)
-        acted.append({"hook": hook, "steps": ranges.tolist(), "count": int(steps.sum())})
+        acted.append({"hook": hook, "steps": ranges.tolist(), "count": len(history.acted_steps[hook])})
     rules = rules_of(history.info)
     alerts = [
         {
@@ -115,7 +115,7 @@ def _rows(history: RunHistory, each: StepHistory) -> list[int]:
 
 def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str, Any]:
     groups = history.groups(since)
-    first, last, _ = history.steps(groups)
+    first, last = history.steps(groups)
     return {
         "groups": (first // history.width).tolist(),
         "first": first.tolist(),

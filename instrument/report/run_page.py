@@ -215,7 +215,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     sizes = range(PIXELS, FEWEST_PIXELS, -4)
     fitting = (size for size in sizes if sum(_size(one, size) for one in first) <= MAX_VALUES // 2)
     pixels = next(fitting, FEWEST_PIXELS)
-    images: dict[TensorMaps, int] = {}  # the index of each input image
+    images: dict[tuple[TensorMaps, int], int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.batch.step) for rank, location in enumerate(locations) for one in location}
     room = MAX_VALUES
@@ -227,7 +227,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
         picture = shown[ranks[id(one)]] = _picture(run, one, pixels, number)
         room -= sum(len(row) for row in picture["mosaic"]["z"])
     of = {"locations": len(locations), "pictures": sum(len(location) for location in locations)}
-    drawn = [_input_image(image.values(run)) for image in images]
+    drawn = [_input_image(image.values(run, sample)) for image, sample in images]
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": drawn, **of}
 
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import InstrumentError
+from ..errors import ConfigError, InstrumentError, Problem
 from ..formatting import natural_key
 from ..tables.schemas import TABLES
 from .parts import JOURNALS
@@ -28,8 +28,11 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
 
     Raises:
         NoRunError: The folder does not exist or contains no run.
-        ConfigError: The address is invalid, or a package needed to read from it is not installed.
+        ConfigError: The path has a wrong type, the address is invalid, or a package needed to read from it is not installed.
     """
+    if not (isinstance(path, str | os.PathLike) or is_address(path)):
+        fix = "for a probe, pass probe.run or the folder of its run"
+        raise ConfigError(Problem("path", "must be a folder", type(path).__name__, fix=fix))
     root = open_folder(path)
     folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=natural_key)
     if not folders:

@@ -573,6 +573,20 @@ def test_tensors_are_exported_to_datasets(run: Run, tmp_path: Path) -> None:
         assert rows[name].tolist() == [item[i] for item in items]
 
 
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_layer_with_the_name_of_a_column_is_refused(
+    tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Calls(lambda step, other, x: other(step(x)), step=nn.Linear(3, 2), other=nn.Linear(2, 2))
+    with instrument.attach(model, {"f": {**RECORD, "layers": "*"}}, out=tmp_path / "run") as probe:
+        probe.batch(ids=range(4))
+        model(torch.ones(4, 3))
+        probe.end_step()
+    assert exported(probe.run, to, tmp_path / "out") == 2
+    assert "a column of the export has the name of this layer\n    given    step" in capsys.readouterr().err
+    assert exported(probe.run, to, tmp_path / "out", "--layer", "other") == 0
+
+
 @pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("to", "options", "message"),

@@ -24,7 +24,7 @@ from training_runs import train_here
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
-from instrument.analysis.features import _recorded_positions
+from instrument.analysis.features import recorded_positions
 from instrument.analysis.raw_tensors import RawTensors
 from instrument.config.base import parse_slice
 
@@ -385,13 +385,13 @@ def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int] | None) -> None:
-    selected = _recorded_positions((4, 1), (4, 3), {"max_elements": 5})  # units with few elements
+    selected = recorded_positions((4, 1), (4, 3), {"max_elements": 5})  # units with few elements
     assert selected is not None
     assert selected.tolist() == [0, 1, 2, 3]
     is_cut = cut[2] is not None and math.prod(shape) > cut[2]
     samples = list(cut[0]) if isinstance(cut[0], tuple) else cut[0]
     spec = {"samples": samples, "slice": cut[1], "max_elements": cut[2]}
-    positions = _recorded_positions((cut[2],) if is_cut else shape, shape, spec)
+    positions = recorded_positions((cut[2],) if is_cut else shape, shape, spec)
     assert (None if positions is None else positions.tolist()) == wanted
     if wanted is not None and cut[1] is not None:
         numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) + np.zeros(shape)

@@ -102,6 +102,17 @@ def test_folder_without_a_run_is_reported(tmp_path: Path, path: str, words: str)
         instrument.load(tmp_path / path)
 
 
+def test_path_of_a_wrong_type_is_reported(tmp_path: Path) -> None:
+    run: Any = instrument.load(make_run(tmp_path / "run"))
+    for wrong in (run, [run], 3):
+        with pytest.raises(
+            instrument.ConfigError, match=r"path: must be a folder\n.*given    (Run|int)(.|\n)*probe\.run"
+        ):
+            instrument.load(wrong)
+    with pytest.raises(instrument.ConfigError, match=r"runs: must be a folder(.|\n)*given    Run"):
+        instrument.make_reference(run)
+
+
 def test_sql_without_duckdb_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     monkeypatch.setitem(sys.modules, "duckdb", None)

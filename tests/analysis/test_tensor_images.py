@@ -120,13 +120,29 @@ def test_filters_have_no_samples(run: instrument.Run) -> None:
 def test_image_of_a_map_is_the_input_of_the_same_step(run: instrument.Run) -> None:
     known = maps_in(run)
     for one in known:
-        image = image_of(one, known)
+        found = image_of(one, known)
         if one.series.is_of_parameters:
-            assert image is None
+            assert found is None
         else:
-            assert image is not None
-            assert (image.location, image.batch.step) == (".[0]", one.batch.step)
+            assert found is not None
+            image, sample = found
+            assert (image.location, image.batch.step, sample) == (".[0]", one.batch.step, 0)
     assert image_of(known[0], [one for one in known if not one.is_image]) is None
+
+
+def test_image_of_a_map_is_that_of_its_sample() -> None:
+    keep = {"kind": "forward", "layers": "0", "action": "record", "tensors": True, "stats": "none"}
+    hooks = {
+        "image": {**keep, "kind": "forward_pre", "samples": [1, 2]},
+        "chosen": {**keep, "samples": [0, 2]},
+        "sliced": {**keep, "slice": "-2"},
+        "every": {**keep, "slice": "::2"},
+    }
+    known = maps_in(train_steps(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), hooks, torch.randn(1, 4, 3, 8, 8)).run)
+    image, *others = known
+    found = {one.series.hook: [image_of(one, known, sample) for sample in range(2)] for one in others}
+    second = (image, 1)
+    assert found == {"chosen": [None, second], "sliced": [second, second], "every": [None, second]}
 
 
 @pytest.mark.parametrize(
@@ -140,4 +156,5 @@ def test_image_of_a_map_is_the_input_of_the_same_step(run: instrument.Run) -> No
 )
 def test_image_is_an_input_of_one_or_three_channels(role: str, shape: tuple[int, ...], is_image: bool) -> None:
     series = RecordedSeries("h", "forward", role, "train")
-    assert TensorMaps(series, "", "", 0, 0, Batch("train", 0, 0, 0), "float32", shape, shape).is_image is is_image
+    batch = Batch("train", 0, 0, 0)
+    assert TensorMaps(series, "", "", 0, 0, batch, "float32", shape, shape, samples=(0,)).is_image is is_image

@@ -583,6 +583,12 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
         "rename layers: OLD=NEW",
     ),
     "hooks": ([{}], [{"role": "input"}], "the hooks of the two runs record different tensors", "same hooks"),
+    "names": (
+        [{"hook": "acts"}],
+        [{"hook": "early"}, {"hook": "late"}],
+        r"the hooks of the two runs record different tensors(.|\n)*A: acts \w+ \w+; B: early \w+ \w+, late ",
+        "also the same names",
+    ),
     "steps": ([{"step": 1}], [{"step": 2}, {"step": 3}], "no step was recorded by both runs", "every"),
     "scope": ([{"scope": "global"}], [{"scope": "local"}], "no row has a counterpart", "reduce=global"),
     "none": ([{}], [], "no tensor was recorded at the compared steps", "hooks=activations"),
@@ -623,10 +629,16 @@ def test_run_in_progress_requires_the_end_of_the_steps(original: Run) -> None:
         assert instrument.diff(original, probe.run, steps=(0, 1)).common_steps == (0, 0, 1)
 
 
-@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf"), "1e-3"])
 def test_invalid_tolerance_is_refused(original: Run, tolerance: float) -> None:
     with pytest.raises(ConfigError, match="tolerance: must be a number of at least 0"):
         instrument.diff(original, original, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("steps", [5, (1,), ("1", None), (0.5, 2)])
+def test_invalid_steps_are_refused(original: Run, steps: Any) -> None:
+    with pytest.raises(ConfigError, match="steps: must be a range of steps"):
+        instrument.diff(original, original, steps=steps)
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ def test_missing_data_is_an_error_with_options(run: instrument.Run, model: Mnist
         ({"layer": "encoder.2"}, r"(?s)no tensors of this layer were recorded.*similar  encoder"),
         ({"layer": "."}, "no tensors of this layer were recorded"),
         ({"classifier": weight, "classes": 4}, r"(?s)classes: no such class.*given    4\n.*0 to 3"),
+        ({"classifier": model.decoder[0]}, r"(?s)classifier: is a module.*given    Linear.*pass its weight"),
         ({"classifier": weight[:, :5]}, r"(?s)classifier: wrong shape.*\[4, 5\].*encoder\.1 has 6 channels"),
         ({"classifier": "decoder.0"}, "the run saved no weights"),
         ({"classes": 1}, r"(?s)those of one score.*classifier="),

@@ -90,10 +90,33 @@ def test_two_runs_are_matched_by_id(model: nn.Module, run: instrument.Run) -> No
         layer_similarity(one, recorded(model, batch, torch.arange(100, 130)), layers=["3"], other_layers=["3"])
 
 
+@pytest.mark.parametrize("fields", [{"every": 2}, {"samples": 3}, {"samples": [2, 5]}, {"slice": "1::2"}])
+def test_samples_without_ids_are_matched_by_batch(fields: dict[str, Any]) -> None:
+    hooks = {"all": {**RECORD, "layers": "0"}, "some": {**RECORD, "layers": "1", **fields}}
+    model = nn.Sequential(nn.Linear(4, 6), nn.Identity())
+    with pytest.warns(InstrumentWarning, match="samples are left out"):
+        table = layer_similarity(forward_steps(model, hooks, torch.randn(6, 8, 4)).run)
+    assert table.loc["0", "1"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_runs_without_ids_must_have_the_same_batches() -> None:
+    model, batches = nn.Linear(4, 6), torch.randn(6, 8, 4)
+    one, two, rare = (
+        forward_steps(model, {"f": {**RECORD, "layers": ".", "every": every}}, batches).run for every in (1, 1, 2)
+    )
+    assert layer_similarity(one, two).loc[".", "."] == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(
+        InstrumentError, match="other: the samples have no ids, and the runs recorded different batches"
+    ):
+        layer_similarity(one, rare)
+
+
 def test_constant_layers_have_no_similarity() -> None:
     table = layer_similarity(recorded(nn.Sequential(nn.Threshold(9.0, 0.0), nn.Tanh()), torch.rand(4, 3)))
     assert table.isna().all(axis=None)
     assert plot(table).legends
+    not_exact = nn.Sequential(nn.Threshold(9.0, 0.1)).double()  # the mean of 97 times 0.1 is not 0.1
+    assert layer_similarity(recorded(not_exact, torch.rand(97, 3).double(), size=97)).isna().all(axis=None)
     infinite = nn.Sequential(nn.Linear(2, 2), nn.Threshold(9.0, torch.inf))
     assert layer_similarity(recorded(infinite, torch.rand(4, 2)))["1"].isna().all()
 
@@ -119,5 +142,13 @@ def test_missing_layers_are_errors(run: instrument.Run) -> None:
     message = r"(?s)layers: no tensors of this layer.*given    conv.*0 \[14, 3, 8\].*fix"
     with pytest.raises(InstrumentError, match=message):
         layer_similarity(run, layers=["conv"])
-    with pytest.raises(InstrumentError, match=r"layers: no layer was recorded"):
-        layer_similarity(run, hook="other")
+    for arguments, message in (
+        ({"hook": "other"}, r"hook: none of the selected tensors.*given    'other'.*allowed  'features'"),
+        ({"step": 7}, r"step: none of the selected tensors.*given    7.*allowed  0, 1"),
+        ({"layers": "conv"}, r"layers: must be a list of names.*given    conv"),
+        ({"other": str(run.path)}, r"run: must be a run\n.*given    str.*instrument\.load"),
+    ):
+        with pytest.raises(InstrumentError, match=f"(?s){message}"):
+            layer_similarity(run, **arguments)
+    with pytest.raises(InstrumentError, match="requires the layer similarity table, but a Run was given"):
+        plot(run)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from attached_runs import forward_steps
 from hook_runs import Calls, run_step
 from torch import Tensor, nn
 
@@ -203,6 +204,14 @@ def test_figure_shows_the_most_probable_tokens(model: Model, run: instrument.Run
     assert labels == [*(f"{i}: {each}" for i, each in enumerate(targets)), "3"]
     with pytest.raises(InstrumentError, match=r"(?s)sample: the table has no such sample.*'7'.*10, 20, 30"):
         plot(table, sample=7)
+
+
+def test_targets_without_ids_are_those_of_the_batch(model: Model) -> None:
+    batches = torch.arange(4 * 2 * LENGTH).reshape(4, 2, LENGTH) % VOCABULARY
+    hooks = {**HOOKS, "residual": {**HOOKS["residual"], "every": 2}}
+    table = logit_lens(forward_steps(model, hooks, batches).run, model.head, layers=["blocks.1"])
+    assert table["target"].dropna().tolist() == batches[::2, :, 1:].flatten().tolist()
+    assert table["sample"].unique().tolist() == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize(

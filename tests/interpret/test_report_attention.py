@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 
 
-def run_of(folder: Path, length: int) -> instrument.Run:
+def run_of(folder: Path, length: int, **maps: str) -> instrument.Run:
     torch.manual_seed(0)
     model = Calls(
         lambda embed, scores, probabilities, tokens: probabilities(scores(embed(tokens)[:, None])),
         **{"embed": nn.Embedding(100, length), "scores": nn.Conv2d(1, 3, 1), "probabilities": nn.Softmax(-1)},
     )
     hooks = {
-        "maps": {**RECORD, "layers": ["scores", "probabilities"]},
+        "maps": {**RECORD, "layers": ["scores", "probabilities"], **maps},
         "tokens": {**RECORD, "layers": ".", "kind": "forward_pre"},
     }
     ids, tokens = [[4, 5], [9, 8]], torch.arange(2 * length).reshape(2, length) % 90
@@ -68,6 +68,14 @@ def test_page_of_a_run_has_the_attention_of_the_last_step(run: instrument.Run) -
     assert (layer["location"], layer["step"], layer["sample"], layer["heads"]) == ("probabilities", 1, "9", [0, 1, 2])
     assert layer["keys"] == [[i, i + 9] for i in range(5)]
     assert [one["location"] for one in data["maps"]["shown"]] == ["scores", "scores"]  # not shown twice
+
+
+def test_page_has_the_attention_of_hooks_with_this_role(run: instrument.Run, tmp_path: Path) -> None:
+    data = data_of(make(run_of(tmp_path / "run", 5, kind="function", role="attention")).html)
+    (layer,), (expected,) = (each["panels"]["attention"] for each in (data, data_of(make(run).html)))
+    assert layer["location"] == "probabilities[softmax.0]"
+    assert layer["z"] == expected["z"]
+    assert not data["maps"]["shown"]
 
 
 def test_long_sequences_are_averaged(tmp_path: Path) -> None:

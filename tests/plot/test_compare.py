@@ -127,6 +127,16 @@ def test_runs_with_other_differences_have_separate_lines() -> None:
     }
 
 
+def test_runs_that_differ_in_a_list_share_a_line_of_their_seeds() -> None:
+    keys = {"seed": [1, 2, 1, 2], "sizes": [[8], [8], [8, 4], [8, 4]]}
+    frame = metrics_table(pd.DataFrame({"run": list("abcd"), "loss": [1.0, 3.0, 5.0, 7.0], **keys}))
+    found = lines(compare(frame, interval=0.9).axes[0])
+    assert {label: points.tolist() for label, points in found.items()} == {
+        "sizes=[8]": [[0.0, 2.0]],
+        "sizes=[8, 4]": [[0.0, 6.0]],
+    }
+
+
 def test_non_numeric_values_are_names_on_the_axis() -> None:
     frame = pd.DataFrame({"run": list("abc"), "loss": [1.0, 2.0, 3.0], "act": ["relu", "tanh", np.nan]})
     axes = compare(metrics_table(frame), x="act").axes[0]

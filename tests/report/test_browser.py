@@ -480,6 +480,12 @@ def test_ticks_are_at_round_steps(
     assert small_report.page.evaluate("axis => stepTicks(axis).ticktext", {"first": first, "last": last}) == ticks
 
 
+def test_points_without_neighbors_have_markers(small_report: OpenReport) -> None:
+    line = "y => { const {mode, marker} = stepLine([0, 1, 2, 3, 4], y, 'loss'); return [mode, marker?.size]; }"
+    assert small_report.page.evaluate(line, [1.0, None, None, 2.0, 3.0]) == ["lines+markers", [7, 0, 0, 0, 0]]
+    assert small_report.page.evaluate(line, [1.0, 2.0, None, 2.0, 3.0]) == ["lines", None]
+
+
 def test_logarithmic_axis_has_no_line_to_a_value_of_zero(small_report: OpenReport) -> None:
     values = [1.0, 0.0, -1.0, None]
     assert small_report.page.evaluate("values => onAxis(values, 'log')", values) == [1.0, None, None, None]

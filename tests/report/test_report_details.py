@@ -119,6 +119,29 @@ def test_several_calls_in_a_step_are_marked(tmp_path: Path) -> None:
     assert not once["several"]
 
 
+def test_rows_of_several_processes_are_marked_and_steps_counted_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        where = [{"step": step, "rank": rank, "hook": "h", "layer": "0", "phase": "train"} for step in range(3)]
+        spread = [
+            {**at, "kind": "forward", "role": "output", "low": 0.0, "high": 1.0 + rank, "counts": [1]} for at in where
+        ]
+        rows = {
+            "stats": [{**at, "kind": "forward", "role": "output", "mean": float(rank)} for at in where],
+            "distributions": spread,
+            "effects": [{**at, "kind": "forward", "role": "output", "norm_after": float(rank)} for at in where],
+        }
+        write_run(tmp_path / str(rank), rows=rows)
+    for file in (tmp_path / "1").glob("*/*.parquet"):
+        file.rename(tmp_path / "0" / file.parent.name / "part-0001-000000.parquet")
+    data = data_of(make(tmp_path / "0").html)
+    (series,), (spread,), (effect,), (acted,) = (data[key] for key in ("series", "distributions", "effects", "acted"))
+    assert series["several"]
+    assert effect["several"]
+    assert series["statistics"]["mean"] == [[0.5] * 3]
+    assert (spread["of"], spread["several"], spread["statistics"]["high"]) == (3, True, [[1.0] * 3])
+    assert acted["count"] == 3
+
+
 def test_damaged_file_of_a_job_is_reported_on_the_sweep_page(tmp_path: Path) -> None:
     for name in ("a", "b"):
         train(tmp_path / name, deep(2), {"h": ACTS}, steps=1)

@@ -60,7 +60,10 @@ function plot(id, traces, more) {
 
 /** A line over steps. */
 function stepLine(x, y, name, more = {}) {
-  return { x, y, name, mode: "lines", hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`, ...more };
+  const known = (i) => (y[i] ?? null) !== null;
+  const alone = y.map((_, i) => known(i) && !known(i - 1) && !known(i + 1)); // a line does not show these points
+  const points = alone.some(Boolean) ? { mode: "lines+markers", marker: { size: alone.map((is) => (is ? 7 : 0)) } } : { mode: "lines" };
+  return { x, y, name, ...points, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`, ...more };
 }
 
 /** Labels of groups of steps: `5`, or `0–9` if a group has several steps. */

@@ -50,7 +50,7 @@ function heatmapNote(report, series, statistic) {
   const grouped = series.first.some((first, i) => first !== series.last[i]);
   return `${statistic} = ${about.formula}. ` +
     (grouped ? `Steps are grouped to limit the size of this page: each cell shows the ${several} of several steps. ` : "") +
-    (series.several ? `Values of several calls or micro-batches in a step are merged: the ${several} is shown. ` : "") +
+    (series.several ? `Values of several calls, micro-batches or processes in a step are merged: the ${several} is shown. ` : "") +
     "Empty cells have no value. Gray cells are zero on a logarithmic scale. Click a row to show the layer below.";
 }
 

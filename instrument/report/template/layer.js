@@ -70,7 +70,7 @@ function drawHistograms(distribution) {
   setText("layer-histogram-note", !shown.length ? "Not recorded. Set histogram: true in the hook to show the histogram over time." :
     `Color: fraction of the step's finite elements in each of ${distribution.counts[shown[0]].length} equal bins from the smallest to the largest value. ` +
     (distribution.of > shown.length ? `${shown.length} of ${distribution.of} recorded steps are shown. ` : "") +
-    (distribution.several ? "If a step has several calls, the first one is shown." : ""));
+    (distribution.several ? "If a step has several calls or processes, the first one is shown." : ""));
   if (!shown.length) return;
   const shares = shown.map((i) => {
     const all = distribution.counts[i].reduce((sum, count) => sum + count, 0) || 1;
