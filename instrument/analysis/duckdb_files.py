@@ -8,8 +8,7 @@ from typing import Any, cast
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ..storage.checksums import CheckedFile, open_checked
-from ..storage.remote_files import open_remote
+from ..storage.checksums import CheckedFile, open_checked, open_remote
 from ..storage.remote_folder import is_address
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..storage.blocks import BlockReader, Bytes, Place, copy_rows
-from ..storage.remote_files import arrow_files
+from ..storage.checksums import arrow_files
 from ..storage.remote_folder import arrow_name
 from ..storage.run_files import RunFiles, row_groups
 from ..tables.schemas import TABLES

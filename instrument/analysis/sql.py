@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..fields.pip_extras import packages_of
-from ..storage.remote_errors import safe_message
-from ..storage.remote_folder import is_address
+from ..storage.remote_folder import is_address, safe_message
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import REMAINDERS

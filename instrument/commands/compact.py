@@ -16,7 +16,7 @@ from pathlib import Path
 
 from instrument.commands.locked_operations import for_each_run, parser_of_runs
 from instrument.errors import ConfigError
-from instrument.storage.compaction import compact
+from instrument.storage.maintenance import compact
 from instrument.storage.run_record import CHECKPOINTS
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instrument.commands.locked_operations import for_each_run, parser_of_runs
-from instrument.storage.recovery import recover
+from instrument.storage.maintenance import recover
 from instrument.storage.run_record import end_if_running
 
 

@@ -19,9 +19,8 @@ from instrument.commands.locked_operations import apply_locked
 from instrument.commands.verbs import parser_of, with_arguments
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import human_bytes
-from instrument.storage.recovery import recover
-from instrument.storage.remote_errors import safe_message
-from instrument.storage.remote_folder import RemoteFolder, check_is_local, remote_address_of
+from instrument.storage.maintenance import recover
+from instrument.storage.remote_folder import RemoteFolder, check_is_local, remote_address_of, safe_message
 from instrument.storage.remote_transfer import send_all
 from instrument.storage.run_record import end_if_running, read_record
 from instrument.storage.run_search import find_runs

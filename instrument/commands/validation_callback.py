@@ -20,7 +20,6 @@ from ..config.hydra_internals import BASIC_SWEEPER
 from ..errors import ConfigError, InstrumentError, Problem
 from ..storage.folder_snapshot import Snapshot
 from ..storage.lock import FolderLock
-from ..storage.remote_errors import safe_message
 from ..storage.remote_folder import (
     REMOTE_KEY,
     SWEEP_RECORD,
@@ -28,6 +27,7 @@ from ..storage.remote_folder import (
     check_is_local,
     check_no_secret,
     check_remote,
+    safe_message,
 )
 from ..storage.run_folder import check_writable, create_free_folder
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors

@@ -23,8 +23,7 @@ from ..formatting import shown_path
 from ..runtime.forks import OwnedByProcess
 from ..tables.schemas import TABLES
 from .parts import block_files, part_files
-from .remote_errors import permanent_error_hint, safe_message
-from .remote_folder import RemoteFolder, UploadError
+from .remote_folder import RemoteFolder, UploadError, permanent_error_hint, safe_message
 from .remote_transfer import (
     ATTEMPTS,
     RECORD,

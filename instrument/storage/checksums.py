@@ -1,4 +1,4 @@
-"""Checksums of Parquet files, so that damage on disk is an error instead of other values.
+"""Checksums of Parquet files, so that damage on disk is an error instead of other values, and file systems that verify them.
 
 Each page has the CRC-32 of the Parquet format, which other readers can verify. It covers neither the headers of pages nor
 the footer. This package therefore adds a block in front of the footer, which Parquet readers skip:
@@ -19,13 +19,18 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 from weakref import WeakSet
 
 import pyarrow.parquet as pq
 from pyarrow import PythonFile
-from pyarrow.fs import FileInfo, FileSelector, FSSpecHandler, LocalFileSystem, PyFileSystem
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
+
+from ..errors import InstrumentError
+from .remote_folder import is_address, safe_message
 
 REMEDY = "restore the file from a copy, or repeat the run"
 """What to do about a damaged file, for messages."""
@@ -219,3 +224,56 @@ class _LocalHandler(FSSpecHandler):  # type: ignore[misc]
 
 LOCAL_FILES = PyFileSystem(_LocalHandler(LocalFileSystem()))
 """The local file system, with files that verify what is read."""
+
+
+def arrow_files(folder: Path) -> FileSystem:
+    """Return the Arrow file system of a folder."""
+    return PyFileSystem(_RemoteHandler(cast(Any, folder).fs)) if is_address(folder) else LOCAL_FILES
+
+
+@contextmanager
+def remote_errors(location: object) -> Iterator[None]:
+    """Convert errors of a remote request, so that a connection problem is not mistaken for a damaged file.
+
+    Raises:
+        InstrumentError: The remote folder cannot be reached.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # storage clients raise many types of errors
+        raise InstrumentError(f"{location} cannot be reached: {safe_message(error)}") from None
+
+
+def open_remote(files: Any, path: str) -> CheckedFile:
+    """Open a file of an fsspec file system.
+
+    Exactly the requested bytes are read, without read-ahead: readers request the needed columns in large ranges.
+
+    Raises:
+        DamagedFileError: The footer of the file does not match its checksum.
+        InstrumentError: The remote folder cannot be reached.
+    """
+    with remote_errors(path):
+        file = files.open(path, mode="rb", cache_type="none")
+    return _RemoteFile(file, path)
+
+
+class _RemoteHandler(FSSpecHandler):  # type: ignore[misc]
+    """Opens remote files as checked files."""
+
+    def open_input_file(self, path: str) -> PythonFile:
+        return PythonFile(open_remote(self.fs, path), mode="r")
+
+
+class _RemoteFile(CheckedFile):
+    """A remote file whose reads raise `InstrumentError` if the connection fails."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._path = path
+        super().__init__(file)
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        with remote_errors(self._path):
+            return super()._bytes(start, end)

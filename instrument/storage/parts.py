@@ -1,7 +1,7 @@
 """The files of a run: Parquet parts, one folder per table, and journals with the rows that are in no part yet.
 
     stats/part-0000-000000.parquet           rank, number
-    stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.storage.compaction
+    stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.storage.maintenance
     blocks/block-0000-000000.raw             the bytes of recorded tensors, see instrument.storage.blocks
     journal/stats-0000-000008.arrows         the rows of the future part 8
     journal/stats-0000-000008.tmp            part 8 while it is being written

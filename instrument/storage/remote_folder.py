@@ -1,4 +1,4 @@
-"""Remote folders at an address such as `s3://bucket/prefix`, for every protocol of fsspec.
+"""Remote folders at an address such as `s3://bucket/prefix`, for every protocol of fsspec, and the errors of their clients.
 
 Credentials come from the environment and from the fsspec configuration. Addresses must not contain any, since they are
 written to files and logs.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import random
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, InstrumentError, Problem, first_line
 from ..fields.pip_extras import pip_command
-from .remote_errors import CREDENTIALS, safe_message, without_secrets
 
 # Object stores replace files atomically. Elsewhere, a file is uploaded under a temporary name and moved.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"})
@@ -50,6 +51,18 @@ CLIENTS = (
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # an address after pathlib has changed it
 _SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
+CREDENTIALS = "set credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in the fsspec configuration"
+NO_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+)
+MAX_LETTERS = 300  # of a message
+MIN_SECRET_LENGTH = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
+IS_SECRET = re.compile(
+    r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
+)
 
 
 def is_address(path: object) -> bool:
@@ -298,3 +311,41 @@ def check_is_local(
 
 class UploadError(InstrumentError):
     """A remote folder contains files of another run. They are not overwritten."""
+
+
+def safe_message(error: Exception) -> str:
+    """Return the first line of an error message without credentials.
+
+    Removed are the credentials of endpoint addresses, query strings, and all values that the environment or the fsspec
+    configuration names as secrets.
+    """
+    return f"{type(error).__name__}: {without_secrets(first_line(error))}"[:MAX_LETTERS]
+
+
+def without_secrets(text: str) -> str:
+    """Replace all known credentials in a text."""
+    for secret in sorted(_secrets(), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//([^/@\s\"']*|[^@\s\"']*:[^@\s\"']*)@", "//", text))
+
+
+def _secrets() -> set[str]:
+    """Return the values of settings with secret names, in the environment and in the fsspec configuration."""
+    secrets = {value for name, value in os.environ.items() if IS_SECRET.search(name)}
+    if (fsspec := sys.modules.get("fsspec")) is not None:
+        settings = [*fsspec.config.conf.items()]
+        while settings:
+            name, value = settings.pop()
+            if isinstance(value, Mapping):
+                settings += value.items()
+            elif IS_SECRET.search(str(name)):
+                secrets.add(str(value))
+    return {secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH}
+
+
+def permanent_error_hint(error: Exception) -> str | None:
+    """Return how to fix an error that is permanent; None if the error may be temporary."""
+    name, code = type(error).__name__, str(getattr(error, "code", ""))
+    if name in ("PermissionError", *NO_CREDENTIALS) or code in ("401", "403") or "Forbidden" in str(error):
+        return CREDENTIALS
+    return {"FileNotFoundError": "use an existing bucket or container", "UploadError": "use another address"}.get(name)

@@ -16,8 +16,7 @@ from pathlib import Path
 from ..tables.schemas import TABLES
 from .lock import LOCK
 from .parts import JOURNALS, block_files, files_after, part_files, written_parts
-from .remote_errors import safe_message
-from .remote_folder import RemoteFolder, UploadError, folder_at
+from .remote_folder import RemoteFolder, UploadError, folder_at, safe_message
 
 RECORD = "run.json"
 ATTEMPTS = 3  # attempts per file; then a warning is logged, and at the end the file is skipped

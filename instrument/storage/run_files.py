@@ -19,7 +19,7 @@ from ..errors import InstrumentWarning, first_line
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import DEFAULT, STATISTICS
 from .blocks import BlockReader, Bytes, Place, binary_of, read_in_threads
-from .checksums import REMEDY
+from .checksums import REMEDY, arrow_files, remote_errors
 from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
 from .parts import (
@@ -35,7 +35,6 @@ from .parts import (
     read_journal,
     rows_written,
 )
-from .remote_files import arrow_files, remote_errors
 from .remote_folder import arrow_name, is_address, moved_to
 from .row_batches import as_table
 

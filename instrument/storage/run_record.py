@@ -18,6 +18,7 @@ from ..errors import ConfigError, Problem
 REQUIRED = ("versions", "hardware", "data")
 DECISIVE_VERSIONS = ("torch", "torchvision", "numpy")
 CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
+WEIGHTS = "weights.pt"  # File in the run folder: the final state dict of the model.
 Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"]
 # Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
 PREVIOUS_ATTEMPTS = ".aside"

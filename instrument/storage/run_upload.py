@@ -13,8 +13,7 @@ from ..errors import ConfigError, Problem
 from ..formatting import shown_path
 from ..values.dtensor import own_rank
 from .background_upload import Upload
-from .remote_errors import safe_message
-from .remote_folder import REMOTE_KEY, RemoteFolder, check_remote, folder_at, remote_address_of
+from .remote_folder import REMOTE_KEY, RemoteFolder, check_remote, folder_at, remote_address_of, safe_message
 from .remote_transfer import TransferResult, is_same_run, remove_parts_after, send_all
 from .run_record import PREVIOUS_ATTEMPTS
 

@@ -28,12 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.saved_weights import WEIGHTS
 from ..errors import ConfigError, InstrumentError, Problem, first_line
 from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
-from ..storage.run_record import CHECKPOINTS, checkpoint_steps
+from ..storage.run_record import CHECKPOINTS, WEIGHTS, checkpoint_steps
 from ..values.dtensor import full_tensor, join_shards, own_rank, pack_shards, unpack_shards
 from .distributed.torchrun import synced_errors
 from .experiment import Experiment

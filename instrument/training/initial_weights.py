@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..analysis.saved_weights import WEIGHTS
 from ..errors import ConfigError, Problem, first_line, raise_problems, similar_names
 from ..formatting import shorten
-from ..storage.run_record import CHECKPOINTS, checkpoint_steps, read_record
+from ..storage.run_record import CHECKPOINTS, WEIGHTS, checkpoint_steps, read_record
 from ..values.dtensor import join_shards
 
 WHERE = "init_from"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..actions.base import Context
-from ..analysis.saved_weights import WEIGHTS
+from ..storage.run_record import WEIGHTS
 
 
 def prune(module: nn.Module, name: str, folder: str, round: int, keep: float) -> None:

@@ -19,14 +19,13 @@ from ..formatting import steps_text
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
-from ..storage.custom import CustomSink
 from ..storage.parquet import ParquetSink
 from ..storage.parts import remove_rows_after_checkpoint
 from ..storage.run_files import RunFiles
 from ..storage.run_folder import RunFolder, WorkerRunFolder
 from ..storage.run_record import config_hash, environment_differences
 from ..storage.run_upload import RemoteCopy
-from ..storage.tee import TeeSink
+from ..storage.tee import CustomSink, TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
 from ..values.dtensor import own_rank
 from .checkpoint import Checkpoints, restore, restore_random, save_weights

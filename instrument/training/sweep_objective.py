@@ -21,8 +21,7 @@ from ..config.hook_specs import names_of_custom_statistics
 from ..errors import ConfigError, InstrumentError, Problem, first_line, raise_problems, similar_names
 from ..fields.field_types import is_misspelled
 from ..fields.pip_extras import pip_command
-from ..storage.remote_errors import safe_message
-from ..storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
+from ..storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to, safe_message
 from ..storage.run_record import read_record, write_json
 from ..tables.schemas import TABLES
 

@@ -16,8 +16,8 @@ from waiting import TIMEOUT, wait_until
 from instrument import ConfigError
 from instrument.storage import background_upload, remote_transfer
 from instrument.storage.background_upload import Upload
+from instrument.storage.maintenance import recover
 from instrument.storage.parts import Part, new_part
-from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder, UploadError
 from instrument.storage.remote_transfer import remove_parts_after, remove_sent, send_all
 from instrument.tables.schemas import TABLES
