@@ -294,7 +294,7 @@ def batches_of(
     if unknown:
         first = ", ".join(f"{name} {value}" for name, value in zip(selection.key, unknown[0], strict=True))
         which = first if len(unknown) == 1 else f"the first at {first}"
-        files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
+        files.report_skipped(f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
 
 
 def ids_of(samples: pd.DataFrame) -> pd.Series:

@@ -45,7 +45,7 @@ def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
     """Remove tensors of dtypes that NumPy does not support, and add the dtypes to the problems of the files."""
     is_supported = frame["dtype"].map(is_known).astype(bool)
     for dtype in frame["dtype"][~is_supported].unique():
-        files.report_skipped("tensors", f"NumPy does not support {dtype}")
+        files.report_skipped(f"NumPy does not support {dtype}")
     return frame if is_supported.all() else frame[is_supported].reset_index(drop=True)
 
 

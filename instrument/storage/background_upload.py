@@ -65,11 +65,7 @@ class Upload(OwnedByProcess):
         super().__init__()
 
     def begin(self) -> None:
-        """Send run.json and wait for the response. Without one, the upload is retried during the run.
-
-        Raises:
-            ConfigError: The service responded, and writing is not allowed.
-        """
+        """Send run.json and wait for the response. Without one, the upload is retried. Raise a ConfigError if writing is not allowed."""
         self._thread.start()
         if not self._answered.wait(RESPONSE_SECONDS):
             self._messages.append(
@@ -165,10 +161,7 @@ class Upload(OwnedByProcess):
             remove_sent(self.folder, self.remote, self.rank)
 
     def _put_record(self) -> None:
-        """Send a copy of run.json if its status is `running`; the final one is sent last.
-
-        An `UploadError` is raised if the remote folder contains another run, also one that was sent in between.
-        """
+        """Send a copy of run.json if its status is `running`; the final one is sent last. Raise an UploadError for another run."""
         content = (self.folder / RECORD).read_bytes()
         if json.loads(content)["status"] != "running":
             return
@@ -177,7 +170,7 @@ class Upload(OwnedByProcess):
             copy.write(content)
             copy.flush()
             self.remote.put(Path(copy.name), RECORD)
-        check_same_run(self.folder, self.remote)
+        check_same_run(self.folder, self.remote)  # another run may have been sent in between
 
     def _changed_parts(self) -> Iterator[Path]:
         """Yield the parts of tables whose folders changed since the check before the last one.

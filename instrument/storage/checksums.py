@@ -47,11 +47,7 @@ class DamagedFileError(OSError):
 
 
 def add_checksums(path: Path) -> None:
-    """Insert the block of checksums into a complete Parquet file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Insert the block of checksums into a complete Parquet file."""
     columns = column_ranges(pq.read_metadata(path))
     with open(path, "r+b") as file:
         block = b"".join(_COLUMN.pack(start, size, _checksum_of(file, start, size)) for start, size in columns)
@@ -140,11 +136,7 @@ class CheckedFile(io.RawIOBase):
         return content
 
     def verify(self, start: int, end: int, content: bytes = b"") -> None:
-        """Verify the columns that overlap a range of bytes, of which `content` is known.
-
-        Raises:
-            DamagedFileError: The content does not match its checksums.
-        """
+        """Verify the columns that overlap a range of bytes, of which `content` is known. Raise a DamagedFileError for damaged ones."""
         index = max(0, bisect_right(self._columns, (start,)) - 1)
         for position, size, checksum in self._columns[index:]:
             if position >= end:
@@ -196,11 +188,7 @@ def _wait_for_arrow() -> None:
 
 
 def open_checked(path: str) -> CheckedFile:
-    """Open a local file.
-
-    Raises:
-        DamagedFileError: Its footer does not match its checksum.
-    """
+    """Open a local file. Raise a DamagedFileError if its footer does not match its checksum."""
     return CheckedFile(open(path, "rb"))
 
 
@@ -233,11 +221,7 @@ def arrow_files(folder: Path) -> FileSystem:
 
 @contextmanager
 def remote_errors(location: object) -> Iterator[None]:
-    """Convert errors of a remote request, so that a connection problem is not mistaken for a damaged file.
-
-    Raises:
-        InstrumentError: The remote folder cannot be reached.
-    """
+    """Convert errors of a remote request to an InstrumentError, so that no connection problem is mistaken for a damaged file."""
     try:
         yield
     except FileNotFoundError:
@@ -247,15 +231,8 @@ def remote_errors(location: object) -> Iterator[None]:
 
 
 def open_remote(files: Any, path: str) -> CheckedFile:
-    """Open a file of an fsspec file system.
-
-    Exactly the requested bytes are read, without read-ahead: readers request the needed columns in large ranges.
-
-    Raises:
-        DamagedFileError: The footer of the file does not match its checksum.
-        InstrumentError: The remote folder cannot be reached.
-    """
-    with remote_errors(path):
+    """Open a file of an fsspec file system. Raise an InstrumentError if it cannot be reached; otherwise as `open_checked`."""
+    with remote_errors(path):  # without read-ahead: readers request the needed columns in large ranges
         file = files.open(path, mode="rb", cache_type="none")
     return _RemoteFile(file, path)
 

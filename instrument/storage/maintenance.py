@@ -44,7 +44,6 @@ from .remote_folder import moved_to
 
 ROW_GROUP_ROWS = 131_072
 MAX_PART_BYTES = 256 * 2**20  # The maximum size of a merged part, in bytes.
-UNREADABLE = (pa.ArrowException, OSError)
 
 
 @dataclass
@@ -60,8 +59,7 @@ class RecoveryResult:
 def recover(folder: Path) -> RecoveryResult:
     """Convert all journals of a run without a process to parts, and remove its temporary files and allocated disk space.
 
-    Raises:
-        OSError: A file cannot be written. The files not yet processed are unchanged.
+    If a file cannot be written, the files not yet processed are unchanged.
     """
     result = RecoveryResult()
     for temporary in (folder / JOURNALS).glob("*.tmp"):
@@ -110,9 +108,6 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
         folder: The folder of the run. The caller holds its lock.
         ends: By rank and table, the number of a part that must not be merged with the parts before it: a run that
             resumes from a checkpoint removes the parts from this number on.
-
-    Raises:
-        OSError: A file cannot be written. No row is lost.
     """
     result = CompactionResult()
     result.problems += recover(folder).problems
@@ -185,15 +180,12 @@ def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
                 raise pa.ArrowInvalid(f"its columns differ: {', '.join(sorted(missing))}")
             for batch in content.to_batches(batch_size=ROW_GROUP_ROWS, batch_readahead=1, fragment_readahead=1):
                 yield pa.Table.from_batches([batch])
-        except UNREADABLE as error:
+        except (pa.ArrowException, OSError) as error:
             raise _UnreadableError(file, error) from error
 
 
 def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Split rows into row groups.
-
-    Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
-    """
+    """Split rows into row groups. Sorted tables are sorted; the rows of a step stay in one group if it is large enough."""
     max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
     pending: list[pa.Table] = []
     rows = size = 0

@@ -36,11 +36,7 @@ _runs = count()  # The n-th run of a process has the same number in all processe
 
 
 def create_free_folder(folder: Path, where: str) -> None:
-    """Create the folder of a new run, and check that it is free. A run never overwrites another run.
-
-    Raises:
-        ConfigError: The folder contains a run, is a remote address, or cannot be created or written.
-    """
+    """Create the folder of a new run. Raise a ConfigError if it contains a run, is a remote address, or cannot be written."""
     check_is_local(folder, where)
     if (folder / "run.json").exists():
         message = "the folder already contains a run"
@@ -63,11 +59,7 @@ def check_writable(folder: Path, where: str) -> None:
 
 
 def check_process_count(record: Mapping[str, Any], present: int, where: str, command: str) -> None:
-    """Check that a run is resumed or repeated with the same number of processes.
-
-    Raises:
-        ConfigError: The number is different.
-    """
+    """Raise a ConfigError unless a run is resumed or repeated with the same number of processes."""
     count = record.get("ranks", 1)
     if count != present:
         many = "one process" if count == 1 else f"{count} processes"
@@ -180,18 +172,14 @@ class RunFolder:
                 message = "another process has just started a run in this folder"
                 raise ConfigError(Problem(where, message, given=str(path)))
             create_free_folder(path, where)  # A run may have started and ended since the first check.
-            versions = {name: installed_version(name) for name in PACKAGES}
+            versions = {"python": platform.python_version(), "instrument": installed_version(DISTRIBUTION)}
             self.record = {
                 "status": "running",
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 "ended": None,
                 "error": None,
                 **record,
-                "versions": {
-                    "python": platform.python_version(),
-                    "instrument": installed_version(DISTRIBUTION),
-                    **versions,
-                },
+                "versions": versions | {name: installed_version(name) for name in PACKAGES},
                 "git_revision": git_revision(),
                 "command": sys.argv,
             }
@@ -205,11 +193,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
-        """Open the folder of a stopped run, to resume the run.
-
-        Raises:
-            ConfigError: The folder contains no run, the run is complete, or a process still writes to the folder.
-        """
+        """Open the folder of a stopped run. Raise a ConfigError if it has no run, or one that is complete or in progress."""
         record = read_record(path, "resume")
         if record["status"] == "done":
             raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))

@@ -26,11 +26,7 @@ PACKAGES = ("torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", 
 
 
 def read_record(path: Path, where: str) -> dict[str, Any]:
-    """Read the run.json of a folder.
-
-    Raises:
-        ConfigError: The file does not exist, is not JSON, or was not written by this package.
-    """
+    """Read the run.json of a folder. Raise a ConfigError if it does not exist, is not JSON, or was not written by this package."""
     try:
         record = json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:

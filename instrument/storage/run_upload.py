@@ -54,11 +54,7 @@ class RemoteCopy:
         self._finished = False
 
     def remove_parts_after(self, parts: Mapping[str, int]) -> None:
-        """Remove remote parts that contain rows of repeated steps, after a resume. `parts` of each table remain.
-
-        Raises:
-            ConfigError: The parts cannot be removed.
-        """
+        """Remove remote parts with rows of repeated steps, after a resume; `parts` of each table remain. Raise a ConfigError on failure."""
         if self._remote is None:
             return
         try:
@@ -68,11 +64,7 @@ class RemoteCopy:
             raise ConfigError(Problem(self._remote.where, message, given=self.address)) from None
 
     def begin(self) -> None:
-        """Start the upload in the background. Call it before the first step.
-
-        Raises:
-            ConfigError: The remote folder is not writable, or contains another run.
-        """
+        """Start the upload, before the first step. Raise a ConfigError if the remote folder is not writable, or contains another run."""
         if self._remote is not None:
             attempts = (self.folder.parent / PREVIOUS_ATTEMPTS).glob(f"{self.folder.name}.*")
             for attempt in sorted(attempts) if own_rank() == 0 else ():  # of a job of a sweep

@@ -110,7 +110,10 @@ class CopiedTensor(NamedTuple):
 
 
 class TensorWriter:
-    """Copies tensors and writes them in a thread. The options are those of `instrument.storage.parquet.ParquetSink`."""
+    """Copies tensors and writes them in a thread. The options are those of `instrument.storage.parquet.ParquetSink`.
+
+    All methods raise an OSError if the thread could not write.
+    """
 
     def __init__(
         self, writer: TableWriter, *, tensors: Literal["list", "bytes"] | None, when_full: Literal["wait", "drop"]
@@ -133,14 +136,8 @@ class TensorWriter:
         self._part: pq.ParquetWriter | None = None
         self._end_of_part = ExitStack()
 
-    # ------------------------------------------------------------------------------------------------ the hook's side
-
     def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
-        """Write a tensor, or copy it and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped.
-
-        Raises:
-            OSError: An earlier tensor could not be written.
-        """
+        """Write a tensor, or copy it and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped."""
         self.check()
         as_list = self.tensors == "list" or (self.tensors is None and dtype is None)
         shape, name = list(tensor.shape), None
@@ -177,11 +174,7 @@ class TensorWriter:
                 raise OSError(f"the GPU could not copy a recorded tensor: {error}") from error
 
     def end_step(self, *, wait: bool = False) -> None:
-        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying.
-
-        Raises:
-            OSError: They could not be written.
-        """
+        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying."""
         if self._copying:
             self._pass_on(wait=wait)
         if self._thread is not None:
@@ -204,11 +197,7 @@ class TensorWriter:
             self._block = None
 
     def check(self) -> None:
-        """Raise the exception of the thread, if there is one.
-
-        Raises:
-            OSError: The thread could not write.
-        """
+        """Raise the exception of the thread, if there is one, as an OSError."""
         if self.error is not None:
             problem = f"{type(self.error).__name__}: {self.error}"
             raise self.error if isinstance(self.error, OSError) else OSError(f"the tensor writer failed: {problem}")
@@ -225,7 +214,7 @@ class TensorWriter:
                 self._thread.start()
         self._tasks.put(task)
 
-    # ------------------------------------------------------------------------------------------------ the thread's side
+    # The methods below run in the thread, if it has started.
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
