@@ -51,10 +51,10 @@ class Features(NamedTuple):
     ids: Array
 
     def __repr__(self) -> str:
-        described = {
-            name: "None" if part is None else f"{part.dtype} {part.shape}" for name, part in self._asdict().items()
-        }
-        return f"Features({', '.join(f'{name}: {text}' for name, text in described.items())})"
+        parts = (
+            f"{name}: {part if part is None else f'{part.dtype} {part.shape}'}" for name, part in self._asdict().items()
+        )
+        return f"Features({', '.join(parts)})"
 
     @property
     def flat(self) -> Array:
@@ -168,13 +168,9 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
 
 
 def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the tensors of a selection, without their values, in the order of the batches.
+    """Return the rows of the tensors of a selection, without their values, in the order of the batches, as `features_of` reads them.
 
-    Args:
-        index: The original calls in the table `tensors`.
-
-    Raises:
-        ConfigError: See `features_of`.
+    `index`: the original calls in the table `tensors`.
     """
     rows = index[index["layer"] == selection.layer_name]
     if rows.empty:

@@ -48,11 +48,7 @@ RULE_EVENT_COLUMNS = [field.name for field in fields(RuleEvent)]
 def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     """Return the findings of one run in any state: those of rules grouped by cause, then the others, the most severe ones first.
 
-    Args:
-        evaluates: Whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
-
-    Raises:
-        InstrumentError: `run` contains several runs.
+    `evaluates`: whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
@@ -171,10 +167,9 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
 
 
 def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
-    batches = [batch.columns for batch in run.scan(table, columns, condition)]
-    empty = np.empty(0)
-    parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
-    return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
+    batches = [*run.scan(table, columns, condition)]
+    rows = pa.Table.from_batches(batches) if batches else dict.fromkeys(columns, np.empty(0))
+    return [np.asarray(rows[name]) for name in columns]
 
 
 def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+from pandas.api.types import infer_dtype
 
 from ..config.hook_specs import names_of_custom_statistics
 from ..storage.run_files import RunFiles
@@ -85,14 +86,14 @@ def typed(values: Sequence[Any]) -> pd.Series:
     nulls do not change the type.
     """
     present = [value for value in values if value is not None]
-    kinds = {_kind(value) for value in present}
-    if kinds == {"integer"}:
-        return pd.Series(list(values), dtype="int64" if len(present) == len(values) else "Int64")
-    if kinds == {"boolean"}:
-        return pd.Series(list(values), dtype="bool" if len(present) == len(values) else "boolean")
-    if kinds <= {"integer", "float"}:
-        return pd.Series(list(values), dtype="float64")
-    return pd.Series(list(values), dtype="str" if kinds == {"string"} else "object")
+    is_complete, fits = len(present) == len(values), all(-LARGEST <= v < LARGEST for v in present if isinstance(v, int))
+    dtypes = {
+        "integer": "int64" if is_complete else "Int64",
+        "boolean": "bool" if is_complete else "boolean",
+        "string": "str",
+        **dict.fromkeys(("floating", "mixed-integer-float", "empty"), "float64"),
+    }
+    return pd.Series(list(values), dtype=dtypes.get(infer_dtype(present) if fits else "", "object"))
 
 
 def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -105,14 +106,6 @@ def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     for name in [name for name, column in columns.items() if column.dtype == object]:
         columns[name] = pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
     return pd.DataFrame(columns, index=range(len(rows)))
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer" if -LARGEST <= value < LARGEST else "other"
-    return {float: "float", str: "string"}.get(type(value), "other")
 
 
 def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

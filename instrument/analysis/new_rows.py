@@ -23,8 +23,6 @@ from ..storage.run_files import UNREADABLE
 from ..tables.schemas import AS_WRITTEN, TABLES
 
 READERS = 16  # threads that read the footers of files; remote storage has a high latency
-
-
 FileVersion = tuple[int, int] | None
 """Modification time and size of a local file."""
 

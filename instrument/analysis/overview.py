@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config.schedule import STEP_PHASES
-from ..formatting import format_number
+from ..formatting import format_number, shorten
 from ..rules.step_rows import location_name
 from .plot_data import RecordedSeries, short_names, shown_first
 from .run_history import METRICS, RunHistory
@@ -112,8 +112,6 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
 def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None) -> str:
     """Return numbers as a line of up to 24 small bars. Several numbers share one: their mean is shown.
 
-    Missing values are spaces, which do not break.
-
     Args:
         values: The numbers; NaN for missing ones; shape [n].
         not_finite: Which of them are marked as not finite; bool, shape [n]. Default: none.
@@ -158,12 +156,7 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
                 "locations": len({(site["layer"], site["path"]) for site in sites}),
                 "expected": sum(site["expected"] for site in sites),
                 "fired": sum(site["fired"] for site in sites),
-                "causes": [(cause, _join_first(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
+                "causes": [(cause, shorten([*dict.fromkeys(places)], MAX_PLACES)) for cause, places in causes.items()],
             }
         )
     return rows
-
-
-def _join_first(locations: list[str]) -> str:
-    rest = len(locations) - MAX_PLACES
-    return ", ".join(locations[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")

@@ -44,13 +44,7 @@ _UNKNOWN = re.compile(
 
 
 def run_query(run: RunTables, query: str) -> pd.DataFrame:
-    """Run a query with DuckDB; only files of the tables that the query names are opened.
-
-    Raises:
-        ConfigError: The query is invalid.
-        InstrumentError: DuckDB is not installed, or the query fails, for example because memory is insufficient or a
-            file that the query names is missing.
-    """
+    """Run a query with DuckDB; only files of the tables that the query names are opened. See `Run.sql`."""
 
     def answer(connection: duckdb.DuckDBPyConnection) -> pd.DataFrame:
         if not connection.extract_statements(query):
@@ -61,11 +55,7 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
 
 
 def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
-    """Return a table as a polars LazyFrame that DuckDB reads when it is collected. The selected rows are then in memory.
-
-    Raises:
-        InstrumentError: polars or DuckDB is not installed.
-    """
+    """Return a table as a polars LazyFrame that DuckDB reads when it is collected. The selected rows are then in memory."""
     with packages_of("polars", "run.lazy"):
         import polars
         from polars.io.plugins import register_io_source
