@@ -25,9 +25,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return for_each_run(
-        command_line().parse_args(arguments).runs, _compact, reason="a remote folder cannot be compacted"
-    )
+    runs = command_line().parse_args(arguments).runs
+    return for_each_run(runs, _compact, reason="a remote folder cannot be compacted")
 
 
 def _compact(folder: Path) -> tuple[str, Sequence[str]]:

@@ -21,9 +21,8 @@ from instrument.storage.remote_folder import check_is_local
 
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("report")
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
-    )
+    text = "the folder of a run, a folder that contains several runs, or a remote address"
+    parser.add_argument("run", metavar="RUN", help=text)
     parser.add_argument("--out", metavar="FILE", type=Path, help=f"the output file (default: RUN/{FILE})")
     parser.add_argument("--open", action="store_true", help="open the report in the browser")
     return parser
@@ -43,8 +42,8 @@ def _write(folder: str, out: Path | None, *, show: bool) -> int:
         problem = "is required: reports are written to a local file, not to a remote address"
         check_is_local(folder, "--out", problem, fix="pass --out FILE")
         out = Path(folder) / FILE
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files
+    # The page and the lines below report damaged files.
+    with warnings.catch_warnings(action="ignore", category=InstrumentWarning):
         run = load(folder)
         out.parent.mkdir(parents=True, exist_ok=True)
         path = make(run).save(out)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
@@ -29,16 +28,17 @@ def rerun(sweep: Sweep) -> int:
     """Run all jobs of a sweep that are neither done, stopped by a rule, nor running. Return their number.
 
     A job with a checkpoint is resumed. Any other job starts again, and its old folder is moved to `.aside`.
-
-    Raises:
-        ConfigError: The sweep is in progress in another process, its jobs are not known in advance, or its working
-            directory cannot be entered.
     """
     _check_rerunnable(sweep)
     in_progress = Problem(WHERE, "the sweep is in progress in another process", given=str(sweep.folder))
     with FolderLock(sweep.folder).held(ConfigError(in_progress)), _working_directory(Path(sweep.hydra.runtime.cwd)):
         unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, STOPPED, RUNNING)]
-        launcher = launcher_of(*_compose(sweep), numbered_job)
+        setup_globals()
+        loader = config_loader()
+        given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
+        overrides = [*given, *overrides_of(sweep.hydra, "task")]
+        config = loader.load_configuration("config", overrides=overrides, run_mode=RunMode.MULTIRUN)
+        launcher = launcher_of(config, loader, numbered_job)
         prepared = [_overrides(sweep_job) for sweep_job in unfinished]
         at_once = sweep.hydra.sweeper.max_batch_size or len(prepared) or 1
         for first in range(0, len(prepared), at_once):
@@ -77,14 +77,6 @@ def _working_directory(folder: Path) -> Iterator[None]:
             yield
     finally:
         sys.path.remove(str(folder))
-
-
-def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
-    setup_globals()
-    loader = config_loader()
-    given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
-    overrides = [*given, *overrides_of(sweep.hydra, "task")]
-    return loader.load_configuration("config", overrides=overrides, run_mode=RunMode.MULTIRUN), loader
 
 
 def _overrides(sweep_job: SweepJob) -> list[str]:

@@ -28,15 +28,10 @@ from instrument.storage.run_search import find_runs
 
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("upload")
-    parser.add_argument(
-        "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
-    )
-    parser.add_argument(
-        "remote",
-        metavar="REMOTE",
-        nargs="?",
-        help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)",
-    )
+    text = "the folder of a run, or a folder that contains several runs"
+    parser.add_argument("run", metavar="RUN", type=Path, help=text)
+    text = "the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)"
+    parser.add_argument("remote", metavar="REMOTE", nargs="?", help=text)
     return parser
 
 
