@@ -120,7 +120,11 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
         case WrapSpec():
             _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
         case SetSpec():
-            _set(spec, layer, where)
+            if not hasattr(layer.module, spec.attribute):
+                close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
+                message = f"layer {layer.label!r} ({layer.type}) has no such attribute"
+                raise ConfigError(Problem(f"{where}.attribute", message, given=spec.attribute, similar=close))
+            setattr(layer.module, spec.attribute, spec.value)
         case AddParameterSpec():
             _add_parameter(spec, layer, where)
         case ApplyCallSpec():
@@ -135,14 +139,6 @@ def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) ->
         for key, child in parent.module._modules.items():
             if child is layer.module and parent.module is not new:
                 parent.module._modules[key] = new
-
-
-def _set(spec: SetSpec, layer: Layer, where: str) -> None:
-    if not hasattr(layer.module, spec.attribute):
-        close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
-        message = f"layer {layer.label!r} ({layer.type}) has no such attribute"
-        raise ConfigError(Problem(f"{where}.attribute", message, given=spec.attribute, similar=close))
-    setattr(layer.module, spec.attribute, spec.value)
 
 
 def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:

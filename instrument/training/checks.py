@@ -203,18 +203,13 @@ def _batches(sizes: Sequence[int | None]) -> str:
 def check_loss_of_parts(
     config: RunConfig, task: Task, model: nn.Module, dataset: Dataset[Any], shard: BatchShard, options: LoaderOptions
 ) -> None:
-    """Check that the loss and its gradient are the weighted mean, or the sum, of those of two parts of a batch.
+    """Raise a ConfigError unless the loss and its gradient are the weighted mean, or the sum, of those of two parts of a batch.
 
     The model is in eval mode. The check is made only with gradient accumulation or several processes. It is skipped for
     tasks whose number of terms is known or defined by the user, for losses that draw random numbers or do not exist
     in eval mode, and for custom code that fails for a part of a batch.
-
-    Raises:
-        ConfigError: The gradient would differ from that of one batch.
     """
-    reason = (
-        f"train.parallel={config.train.parallel}" if shard.size > 1 else f"train.accumulate={config.train.accumulate}"
-    )
+    key = "parallel" if shard.size > 1 else "accumulate"
     if (shard.size == 1 and config.train.accumulate == 1) or _has_known_terms(task):
         return
     device = next(model.parameters()).device
@@ -238,8 +233,9 @@ def check_loss_of_parts(
     combined: list[Any] = [sum(weighted(v, w, total) for v, w in zip(values, weights, strict=True)) for values in pairs]
     if not _are_close(results[0], combined, results):
         how = "sum" if is_sum(task) else f"mean over {'terms' if isinstance(task, CountsTerms) else 'samples'}"
+        setting = f"train.{key}={getattr(config.train, key)}"
         message = (
-            f"with {reason}, the gradient of a step would differ from that of one batch: the loss of the first batch is "
+            f"with {setting}, the gradient of a step would differ from that of one batch: the loss of the first batch is "
             f"not the {how} of the losses of its parts"
         )
         raise ConfigError(Problem("task", message, given=config.task.target, fix=_FIX))

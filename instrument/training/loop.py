@@ -235,9 +235,8 @@ def _compute_gradients(
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             if loss is None:
-                raise InstrumentError(
-                    f"task {type(experiment.task).__qualname__} returned no loss for a training batch"
-                )
+                task = type(experiment.task).__qualname__
+                raise InstrumentError(f"task {task} returned no loss for a training batch")
             part = weighted(loss, weight, total)
             experiment.scaler.scale(part).backward()
         outcomes.append(outcome)
@@ -337,8 +336,7 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     gradients = [coalesce(each).values() if is_sparse(each) else each for each in given]  # sums duplicate indices
     if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
-        norms = [
-            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
-        ]
-        return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
+        wide = ((each, torch.promote_types(each.dtype, torch.float32)) for each in gradients)
+        norms = [torch.linalg.vector_norm(each, dtype=dtype).float() for each, dtype in wide]
+        return full_tensor(torch.linalg.vector_norm(torch.stack(norms)))
     return total_norm(gradients) if gradients else None

@@ -231,8 +231,7 @@ def read_sweep(folder: Path) -> DictConfig:
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """Return the overrides of each job of a sweep, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
-    Raises:
-        ConfigError: The values of an override cannot be expanded.
+    Raise a ConfigError if the values of an override cannot be expanded.
     """
     parser = OverridesParser.create(config_loader=config_loader())
     overrides = []
@@ -343,11 +342,8 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
     chosen = [f"{name}={setting}" for name, setting in best.items()]
     name, source = OBJECTIVE_KEY, "from an earlier sweep of the study"
     for job in jobs:
-        if (
-            set(chosen) <= set(job.overrides)
-            and (objective := _objective_value(job.folder))
-            and math.isclose(objective[1], value)
-        ):
+        objective = _objective_value(job.folder) if set(chosen) <= set(job.overrides) else None
+        if objective is not None and math.isclose(objective[1], value):
             name, source = objective[0], str(job.folder)
             break
     return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}

@@ -45,8 +45,6 @@ BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
-
-
 Show = Callable[[Progress], None]
 
 
@@ -284,7 +282,6 @@ def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str
 
 
 def step_text(progress: Progress) -> str:
-    """Return a text such as `step  50/100`."""
     return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
@@ -328,10 +325,7 @@ def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableTy
 
 @contextmanager
 def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
-    """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it.
-
-    Yields the function to call after each step and each evaluation.
-    """
+    """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it."""
     speed, size = Speed(), 0
     drawn = read_again = -math.inf
     first = Progress(0, steps, {}, 0, "train")
@@ -409,9 +403,7 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
 def _findings_table(entries: Sequence[Finding]) -> Table:
     table = _table("Findings", "what where", "step")
     table.add_column("value")
-    for finding in entries:
-        step = "" if finding.step is None else f"{finding.step:,}"
-        what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
-        cells = (what, finding.where, step, finding.value)
-        table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
+    for each in entries:
+        step, what = "" if each.step is None else f"{each.step:,}", f"  {each.what}" if each.cause else each.what
+        table.add_row(*map(Text, (what, each.where, step, each.value)), style=COLOURS[each.severity])
     return table

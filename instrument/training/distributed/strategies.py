@@ -254,11 +254,7 @@ class DataParallel(Strategy):
             each.wait()
 
     def seed_ranks(self, seed: int) -> None:
-        """Seed the processes of every batch shard but the first with `seed + number of the shard`.
-
-        Those of the first one keep the random state of a single-process run.
-        """
-        if self.batch_shard.rank:
+        if self.batch_shard.rank:  # the first shard keeps the random state of a single-process run
             torch.manual_seed(seed + self.batch_shard.rank)
 
     @own_collectives()
@@ -441,8 +437,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:
     """Return whether a trainable parameter receives no gradient from a loss, whose autograd graph is freed.
 
-    False if the gradients cannot be computed: the first training step reports that error. The hooks of the run need not be
-    attached: an intervention keeps the replaced tensor in the graph, or it is refused.
+    The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
