@@ -165,11 +165,6 @@ class RunMatch:
     seed: int
     by: tuple[Any, ...] = ()
 
-    @property
-    def comparison(self) -> str:
-        """A string that identifies the compared value and the values of the `by` keys."""
-        return canonical_json([self.value, *self.by])
-
 
 @dataclass(frozen=True)
 class RunMatches:

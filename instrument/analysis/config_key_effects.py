@@ -25,6 +25,7 @@ from ..errors import InstrumentError, InstrumentWarning, Problem
 from ..fields.pip_extras import packages_of
 from ..tables.schemas import IDENTITY, TABLES
 from .config_comparison import RunMatch, match_runs
+from .config_fields import canonical_json
 from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 
@@ -141,7 +142,7 @@ def effects_of(
         warnings.warn(f"{message}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=3)
     comparisons: dict[str, list[RunMatch]] = {}
     for match in run_matches.matches:
-        comparisons.setdefault(match.comparison, []).append(match)
+        comparisons.setdefault(canonical_json([match.value, *match.by]), []).append(match)
     tables = [_numbers_of(run, table, run_matches.matches, steps) for table in MEASURED_TABLES]
     parts = [(pairs[0], table.differences(pairs, confidence)) for pairs in comparisons.values() for table in tables]
     frame = pd.concat([part for _, part in parts], ignore_index=True)

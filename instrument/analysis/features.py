@@ -378,8 +378,9 @@ def _copy_values(
 
     largest = max((len(destination) * part[:1].nbytes for _, part, destination in known), default=0)
     size, copied = max(RELEASE_BYTES // max(largest, 1), 1), 0
+    threads = 1 if raw.index["block"].null_count else READING_THREADS  # of block files
     for start in range(0, len(known), size):
-        copied += sum(read_in_threads(copy, known[start : start + size], READING_THREADS if raw.is_in_blocks else 1))
+        copied += sum(read_in_threads(copy, known[start : start + size], threads))
         pa.default_memory_pool().release_unused()
         raw.release()
     if copied < len(known):

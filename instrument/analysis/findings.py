@@ -57,7 +57,7 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     evaluates &= not has_rules
     events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
     judged = findings_of(events, rules, run.info, layers_of(run))
-    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
+    others = [*_loss(run), *_gradients(run), *not_fired(run), *_interventions(run)]
     return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -111,7 +111,8 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
-def _not_fired(run: RunTables) -> Iterator[Finding]:
+def not_fired(run: RunTables) -> Iterator[Finding]:
+    """Yield the hooks that fired less often than expected."""
     columns = ["hook", "layer", "kind", "path", "expected", "fired", "cause"]
     rows = [row for batch in run.scan("coverage", columns) for row in batch.to_pylist()]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}

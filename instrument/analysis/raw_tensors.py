@@ -95,11 +95,6 @@ class RawTensors:
         columns = [self.index[name].to_pylist() for name in self.COLUMNS]
         return [(rank, dtype, tuple(shape), Place(*place)) for rank, dtype, shape, *place in zip(*columns, strict=True)]
 
-    @property
-    def is_in_blocks(self) -> bool:
-        """Whether all tensors are in block files."""
-        return not self.index["block"].null_count
-
     def shape(self, i: int) -> tuple[int, ...]:
         """Return the recorded shape of a tensor."""
         return self._cells[i][2]

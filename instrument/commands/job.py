@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ..config.experiment import RunConfig
@@ -104,6 +104,14 @@ def job(config: DictConfig) -> float | None:
     if result.stopped is None or searched:  # a search continues with the score
         return score
     raise JobFailedError(STOPPED_CODE, folder) if sweep is not None else SystemExit(STOPPED_CODE)
+
+
+def numbered_job(config: DictConfig) -> float | None:
+    """Run one job again, with the number of its folder: Hydra would use its position among the jobs that are run again."""
+    hydra = HydraConfig.get()
+    with flag_override(hydra, "readonly", False):  # type: ignore[arg-type]
+        hydra.job.num = int(hydra.sweep.subdir)
+    return job(config)
 
 
 def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -120,9 +120,6 @@ class NoHooks:
         """Do nothing."""
 
     write_generated = end_micro_step = begin_micro_step
-
-    def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
 
     def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
         return {"loss": None if loss is None else loss.item()}

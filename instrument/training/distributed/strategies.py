@@ -54,9 +54,10 @@ class Strategy:
         parallel: The configuration of several processes, which a single one checks for a plan (`plan=true`); None for a single process.
         pipeline: The stage of this process, after `shard`; None if each process has all layers.
         needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
+        saves_state: Whether a checkpoint needs the parameters and the optimizer state of this process.
     """
 
-    needs_all_gradients = False
+    needs_all_gradients, saves_state = False, True
     batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
@@ -65,11 +66,6 @@ class Strategy:
 
     def __init__(self, parallel: ParallelConfig | None = None) -> None:
         self.parallel = parallel
-
-    @property
-    def saves_state(self) -> bool:
-        """Whether a checkpoint needs the parameters and the optimizer state of this process."""
-        return True
 
     @classmethod
     def config_problems(cls, config: RunConfig) -> list[Problem]:
@@ -157,6 +153,8 @@ class DataParallel(Strategy):
             if "dp" in sizes:
                 self._data_group = self.mesh.get_group("dp")
                 data_ranks = dist.get_process_group_ranks(self._data_group)
+        self.needs_all_gradients = self.mesh is None
+        self.saves_state = self.mesh is not None or processes.is_rank_zero
         self.data_ranks = data_ranks
         self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
@@ -174,14 +172,6 @@ class DataParallel(Strategy):
             data=("dp",),
             batches=len(data_ranks),
         )
-
-    @property
-    def needs_all_gradients(self) -> bool:  # type: ignore[override]
-        return self.mesh is None
-
-    @property
-    def saves_state(self) -> bool:
-        return self.mesh is not None or self.processes.is_rank_zero
 
     @classmethod
     def config_problems(cls, config: RunConfig) -> list[Problem]:
