@@ -263,10 +263,7 @@ def batches_of(
     files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
 ) -> Iterator[TensorOfBatch]:
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
-    keys = samples[BATCH].to_numpy()
-    starts = np.flatnonzero((keys != np.roll(keys, 1, 0)).any(1) | (np.arange(len(keys)) == 0))
-    parts = zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
-    groups = {(*key,): group for key, group in parts}
+    groups: Any = samples.groupby(BATCH, sort=False).indices
     spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []

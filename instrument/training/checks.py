@@ -159,13 +159,10 @@ def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int 
         scope != "shard" and shape[:1].tolist() == source[:1].tolist()
         for scope, shape, source in rows[["scope", "shape", "source_shape"]].itertuples(index=False)
     )
-    sizes: dict[int, dict[int, int]] = {}
-    columns = ["step", "micro_step", "rank", "shape"]
-    distinct = rows[columns].drop_duplicates(columns[:3]).sort_values("micro_step")
-    for step, micro_step, _, shape in distinct.itertuples(index=False):
-        of_step = sizes.setdefault(step, {})
-        of_step[micro_step] = of_step.get(micro_step, 0) + (int(shape[0]) if is_known else 0)
-    return {step: [size if is_known else None for size in of_step.values()] for step, of_step in sizes.items()}
+    distinct = rows.drop_duplicates(["step", "micro_step", "rank"])
+    own = distinct["shape"].map(lambda shape: int(shape[0]) if is_known else 0)
+    sizes: Any = own.groupby([distinct["step"], distinct["micro_step"]]).sum().groupby(level="step")
+    return {step: [size if is_known else None for size in of_step.tolist()] for step, of_step in sizes}
 
 
 def _size_problems(

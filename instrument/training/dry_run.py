@@ -39,9 +39,8 @@ from ..storage.table_writer import TableWriter
 from ..tables.schemas import TABLES, Table
 from ..tables.sink_interface import Row
 from .experiment import Experiment
-from .forward import forward_step
 from .loader import LoadedBatch
-from .loop import NoHooks, StepObserver, evaluate, run_probe_batch, train_step
+from .loop import NoHooks, StepObserver, evaluate, forward_step, run_probe_batch, train_step
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
 MIN_REPEATS, MAX_REPEATS = 2, 40  # Repetitions of the steps.

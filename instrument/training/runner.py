@@ -36,8 +36,7 @@ from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
 from .environment import code_hashes, content_hash, hardware, process_state
 from .experiment import Experiment, prepare
-from .forward import run_forward
-from .loop import train
+from .loop import run_forward, train
 from .terminal import Terminal
 from .verification import check_fingerprint, training_fingerprint
 
