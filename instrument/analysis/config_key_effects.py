@@ -56,12 +56,9 @@ class Means:
 
 
 def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
-    """Return the mean of every numeric column at every location; for evaluation metrics, the last value.
+    """Return the mean of every numeric column at every location in a half-open range of steps; for evaluation metrics, the last value.
 
     Rows of recomputed forward passes are ignored.
-
-    Args:
-        steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys, names = keys_of(table), averaged_columns(run, table)
     start, stop = steps
@@ -275,13 +272,9 @@ def student(
 
 
 def adjusted(p_values: np.ndarray) -> np.ndarray:
-    """Adjust p-values for their number, so that a limit on them bounds the false discovery rate.
+    """Adjust p-values [tests] for their number, so that a limit on them bounds the false discovery rate; NaN for no test.
 
-    The method is that of Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300, from
-    `scipy.stats.false_discovery_control`.
-
-    Returns:
-        The adjusted p-values [tests]; NaN for no test.
+    The method is that of Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300.
     """
     with packages_of("analysis", "the adjustment of p-values"):
         from scipy.stats import false_discovery_control

@@ -179,11 +179,7 @@ def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) ->
 
 
 def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Return what each record hook recorded.
-
-    Returns:
-        The numbers of firings, of rows (of statistics and further tables) and of tensors, by hook.
-    """
+    """Return the numbers of firings, of rows (of statistics and further tables) and of tensors, by record hook."""
     firings: Counter[str] = Counter()
     for batch in run.scan("coverage", ["hook", "fired"]):
         for row in batch.to_pylist():

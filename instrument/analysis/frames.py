@@ -61,12 +61,9 @@ def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index: int) -> None:
-    """Add the folder, seed and overrides of a run as columns, in place.
+    """Add the folder, seed and overrides of a run as columns, in place. A name that the table has becomes `override.<name>`.
 
-    An override with the name of a column of the table becomes `override.<name>`.
-
-    Args:
-        overrides: Overrides of all runs, so that a column has the same type in all of them.
+    The overrides are those of all runs, so that a column has the same type in all of them.
     """
     frame.insert(0, "run", run)
     for key, values in overrides.items():
@@ -137,11 +134,7 @@ def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
-    """Replace the extremes that float64 rounds by exact integers, in place. Such a column then has the dtype object.
-
-    Args:
-        rows: The same rows as they are stored, with the remainders among the custom statistics.
-    """
+    """Replace the extremes that float64 rounds by exact integers, in place: the dtype object. `rows` are stored, with the remainders."""
     index = rows.schema.get_field_index(CUSTOM.name)
     if index < 0 or rows.column(index).null_count == len(rows):
         return

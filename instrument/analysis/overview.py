@@ -83,11 +83,7 @@ def _in_phase(name: str, phase: str) -> str:
 
 
 def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row], int]:
-    """Return rows of locations with `LAYER_COLUMNS`, those that changed most first, and the number of all locations.
-
-    Args:
-        most: The maximum number of rows. Default: None, all.
-    """
+    """Return rows of locations with `LAYER_COLUMNS`, at most so many, the largest changes first, and the number of all locations."""
     views = [view for series, each in history.series.items() for view in views_of(series, each)]
     shown = sorted(views, key=lambda view: view.urgency)[:most]
     names = short_names([view.location for view in shown], LONGEST)
@@ -236,12 +232,7 @@ def _start_text(info: dict[str, Any]) -> str | None:
 def _html_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], source: str, count: int | None = None
 ) -> str:
-    """Return the first rows as a table with a title; an empty string without rows.
-
-    Args:
-        source: The Python expression of all rows.
-        count: The number of all rows. Default: that of `rows`.
-    """
+    """Return the first rows as a table with a title; an empty string without rows. `source`: the Python expression of all `count` rows."""
     if not rows:
         return ""
     cells = [["" if cell is None else cell for cell in row] for row in rows[:MAX_ROWS]]

@@ -181,11 +181,7 @@ def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:
 
 
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
-    """Return the location of each row as an ordered categorical.
-
-    Args:
-        order: Layer names from `forward_order`; other layers come last, in order of first appearance.
-    """
+    """Return the location of each row as an ordered categorical, by an order of layers; others come last, as they appear."""
     rank = rank_in(order)
     names = {(layer, path): name for (layer, path, _), name in location_names(frame).items()}
     ordered = sorted(names, key=lambda at: rank(at[0]))  # stable: paths stay as they appear

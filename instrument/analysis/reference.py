@@ -104,12 +104,9 @@ def read_reference(
 
 
 def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
-    """Return the smallest and the largest value of statistics in each phase of training of one run.
+    """Return the smallest and the largest value (`low`, `high`) of statistics in each phase of training of one run.
 
-    Non-finite rows and recomputed ones are left out, as rules do not read them.
-
-    Returns:
-        The columns `low` and `high`, with the index `KEY`, `statistic` and `phase_of_training`.
+    The index is `KEY`, `statistic` and `phase_of_training`. Non-finite rows and recomputed ones are left out, as rules do not read them.
     """
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
     metrics = [name for name in statistics if name in METRICS]

@@ -288,8 +288,7 @@ def _table_files(run: RunTables, table: str, *, with_data: bool) -> _TableFiles:
 def _columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> Columns:
     """Convert columns with one value per run to SQL types: text for mixed types, JSON for lists and mappings.
 
-    Args:
-        reserved: Reserved names, compared without case; a column with such a name is renamed to `override.<name>`.
+    A name that is reserved, in any case, becomes `override.<name>`.
     """
     names = {"", *(name.lower() for name in reserved)}
     columns = {}

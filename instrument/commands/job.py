@@ -206,10 +206,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def report_errors() -> Iterator[tuple[Path, Path | None]]:
-    """Print errors of the `with` block, and the location of the recorded data.
-
-    Yields:
-        The folders of the job and of its sweep; the latter is None for a single run.
+    """Print errors of the `with` block, and the location of the recorded data. Yield the folders of the job and of its sweep, or None.
 
     Raises:
         JobFailedError: The job of a sweep failed. The other jobs continue.

@@ -287,9 +287,7 @@ class RunFolder:
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
         """Write the final status to run.json and release the lock, unless the run has ended.
 
-        Args:
-            error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
-                writing run.json. Default: None.
+        An exception that ended the run takes precedence over an error in writing run.json.
         """
         with uninterrupted():
             if not self._lock.is_held:

@@ -50,10 +50,7 @@ class Data:
 def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
     """Load the slices; that for evaluation only if the run has evaluations.
 
-    Raises:
-        ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
-            exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is
-            combined with options that require a length.
+    Raise a ConfigError if the dataset is missing without a fallback, or if its target, a slice or an option does not fit it.
     """
     fallback = None
     targets = [config.dataset] if config.fallback is None else [config.dataset, DIGITS_AS_MNIST]

@@ -89,11 +89,8 @@ def train(
 ) -> Mapping[str, float | None]:
     """Train to the last step, with scheduled evaluations and passes of the probe batch.
 
-    Args:
-        on_progress: Called after each step and each evaluation.
-        on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
-            Checkpoints are saved here.
-        last: The metrics of the last evaluation before a resume.
+    `on_progress` is called after each step and each evaluation; `on_step_end`, which saves checkpoints, at the end of each step with
+    the metrics of the last evaluation. `last` has those from before a resume.
     """
     last = last or {}
     report = progress_reporter(experiment, probe, on_progress)
@@ -154,11 +151,8 @@ def mean_over_processes(
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | float]]:
     """Return the metrics over the batches of all processes, and the weights of the accuracy and of the custom metrics.
 
-    All processes have the same number of batches and the same metrics. For the weights of the batches, see `batch_weights`.
-
-    Returns:
-        The loss (a mean, or the sum if the losses of the task are sums), the accuracy and the custom metrics by name: scalars; None
-        for a loss or an accuracy that the task does not compute.
+    All processes have the same number of batches and the same metrics. For the weights of the batches, see `batch_weights`. The loss
+    is a mean, or the sum if the losses of the task are sums. A loss or an accuracy that the task does not compute is None.
     """
     adds_losses = is_sum(experiment.task)
     loss = WeightedMean(mean_loss(outcomes, weights), sum(weights))

@@ -58,13 +58,7 @@ class PipeSafeConsole(Console):
 
 
 class Terminal:
-    """The terminal output of one run.
-
-    Args:
-        quiet: Whether to show only warnings.
-        brief: Whether to show one line at the end instead of tables, for the jobs of a sweep.
-        job: The overrides that identify a job of a sweep, for this line.
-    """
+    """The terminal output of one run: only warnings if `quiet`; if `brief`, one line at the end with the overrides of the job."""
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
@@ -156,10 +150,7 @@ class Terminal:
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Show]:
-        """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
-
-        Yields the function to call after each step and each evaluation.
-        """
+        """Yield the function to call after each step and evaluation: a progress bar on a terminal, a few plain lines in a pipe or in CI."""
         console = self.console
         can_overwrite = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
         if self.quiet or self.brief:
