@@ -134,7 +134,7 @@ def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
-    """Replace the extremes that float64 rounds by exact integers, in place: the dtype object. `rows` are stored, with the remainders."""
+    """Replace extremes that float64 rounds by exact integers of dtype object, in place. `rows`: the stored rows with the remainders."""
     index = rows.schema.get_field_index(CUSTOM.name)
     if index < 0 or rows.column(index).null_count == len(rows):
         return

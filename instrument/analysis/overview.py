@@ -83,7 +83,7 @@ def _in_phase(name: str, phase: str) -> str:
 
 
 def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row], int]:
-    """Return rows of locations with `LAYER_COLUMNS`, at most so many, the largest changes first, and the number of all locations."""
+    """Return up to `most` rows of locations with `LAYER_COLUMNS`, the largest changes first, and the number of all locations."""
     views = [view for series, each in history.series.items() for view in views_of(series, each)]
     shown = sorted(views, key=lambda view: view.urgency)[:most]
     names = short_names([view.location for view in shown], LONGEST)

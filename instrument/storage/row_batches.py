@@ -31,7 +31,7 @@ def as_batch(table: Table, *groups: Sequence[tuple[Any, ...]]) -> pa.RecordBatch
 
 
 def with_positions(table: Table, batch: pa.RecordBatch, rows: int | None = None) -> pa.RecordBatch:
-    """Add the position of each row within a batch, or within each of several ones with so many rows, if the files have it."""
+    """Add the position of each row within a batch, or within each of several batches of `rows` rows, if the files have it."""
     if not table.is_sorted:
         return batch
     positions = pa.array(np.arange(batch.num_rows, dtype=np.int32) % (rows or batch.num_rows or 1))
