@@ -26,7 +26,7 @@ from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
 from instrument.storage.parquet import ParquetSink
 from instrument.training.experiment import Experiment, prepare
-from instrument.training.forward import run_forward
+from instrument.training.loop import run_forward
 
 
 def images(split: str, samples: int) -> Dataset[Any]:  # noqa: ARG001

@@ -22,9 +22,9 @@ from measure import machine
 from workloads import MnistCNN
 
 import instrument
-from instrument.storage.background_upload import Upload
 from instrument.storage.remote_folder import RemoteFolder, filesystem
 from instrument.storage.remote_transfer import send_all
+from instrument.storage.run_upload import Upload
 
 ROUNDS, STEPS, BATCH = 8, 40, 16
 SERVER = """

@@ -28,7 +28,7 @@ from instrument.config.hydra_internals import config_loader
 from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
 from instrument.training.experiment import prepare
-from instrument.training.forward import run_forward
+from instrument.training.loop import run_forward
 
 pytestmark = pytest.mark.slow
 

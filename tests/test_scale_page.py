@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 from instrument.commands import compact
 from instrument.config.parse import parse_hooks
 from instrument.plan.cost import Cost, Forecast, mesh_cost
-from instrument.storage import compaction, parts
+from instrument.storage import maintenance, parts
 from instrument.storage.parquet import ParquetSink
 from instrument.tables.schemas import TABLES
 
@@ -45,10 +45,10 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numbers_of_the_page_match_the_code() -> None:
-    assert f"row groups of {parts.ROW_GROUP_ROWS:,} rows ({compaction.ROW_GROUP_ROWS:,} when merged)" in " ".join(
+    assert f"row groups of {parts.ROW_GROUP_ROWS:,} rows ({maintenance.ROW_GROUP_ROWS:,} when merged)" in " ".join(
         PAGE.split()
     )
-    assert f"Files of {compaction.MAX_PART_BYTES // 2**21} MB and more stay as they are" in PAGE
+    assert f"Files of {maintenance.MAX_PART_BYTES // 2**21} MB and more stay as they are" in PAGE
 
 
 def test_rows_of_1000_gpus_follow_from_the_formula_of_a_plan() -> None:

@@ -285,7 +285,7 @@ def test_interrupted_rerun_lists_the_remaining_jobs(
     def interrupted(sweep: Sweep) -> int:
         raise stop
 
-    monkeypatch.setattr("instrument.commands.rerun_sweep.rerun", interrupted)
+    monkeypatch.setattr("instrument.commands.sweep.rerun", interrupted)
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["out", "--rerun"])

@@ -101,23 +101,12 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
     return Training(index, info["seed"], rest, specs, interventions)
 
 
-def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) -> list[Training]:
-    """Return trainings with their overrides as configuration: within a sweep, these determine all other values."""
-    return [
-        Training(
-            one.index,
-            one.seed,
-            {
-                "ranks": one.rest["ranks"],
-                "device": one.rest.get("device"),
-                "the folder of the sweep": str(run.folders[one.index].parent),
-                **{key: value for key, value in _relevant(run.infos[one.index]["overrides"]).items() if key != "seed"},
-            },
-            {},
-            {},
-        )
-        for one in all_trainings
-    ]
+def _by_overrides(run: RunTables, training: Training) -> Training:
+    """Return a training with its overrides as configuration: within a sweep, these determine all other values."""
+    index, rest = training.index, {"ranks": training.rest["ranks"], "device": training.rest.get("device")}
+    rest |= {"the folder of the sweep": str(run.folders[index].parent), **_relevant(run.infos[index]["overrides"])}
+    rest.pop("seed", None)
+    return Training(index, training.seed, rest, {}, {})
 
 
 def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
@@ -149,16 +138,12 @@ def rules_of(info: Mapping[str, Any]) -> dict[str, Any]:
     return dict(named_specs("rules", (info.get("config") or {}).get("rules")))
 
 
-def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Return a mapping without the value at a path; an empty mapping for an empty path."""
-    if not path:
-        return {}
-    inner = mapping.get(path[0])
-    others = {key: value for key, value in mapping.items() if key != path[0]}
-    if len(path) == 1 or path[0] not in mapping:
-        return others
-    less = _without(inner, path[1:]) if isinstance(inner, Mapping) else inner
-    return {key: less if key == path[0] else value for key, value in mapping.items()}
+def _without(value: Any, path: Sequence[str]) -> Any:
+    """Return a mapping without the value at a path; an empty mapping for an empty path, and other values unchanged."""
+    if not path or not isinstance(value, Mapping):
+        return value if path else {}
+    items = ((key, item) for key, item in value.items() if key != path[0] or len(path) > 1)
+    return {key: _without(item, path[1:]) if key == path[0] else item for key, item in items}
 
 
 MAX_NAMES = 12  # maximum number of keys or values in an error message
@@ -179,11 +164,6 @@ class RunMatch:
     baseline: int
     seed: int
     by: tuple[Any, ...] = ()
-
-    @property
-    def comparison(self) -> str:
-        """A string that identifies the compared value and the values of the `by` keys."""
-        return canonical_json([self.value, *self.by])
 
 
 @dataclass(frozen=True)
@@ -244,7 +224,7 @@ def _comparisons(
     if not is_override or any(key in config_keys(training) for training in all_trainings):
         yield all_trainings, key.split(".")
     if is_override:
-        yield trainings_by_overrides(run, all_trainings), [key]
+        yield [_by_overrides(run, training) for training in all_trainings], [key]
 
 
 def _match(
@@ -289,7 +269,6 @@ class _Group:
 
     @property
     def text(self) -> str:
-        """The value as it is written on a command line."""
         return self.label if isinstance(self.label, str) else to_yaml(self.label)
 
 

@@ -12,14 +12,9 @@ EXACT_BELOW = 2**53  # integers below this are exact as float
 
 
 def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields in which a mapping differs from other mappings, such as `{"hooks.tame.norm": 0.1}`.
+    """Return the fields of a mapping that another one of `values` lacks, or has with another value: `{"hooks.tame.norm": 0.1}`.
 
-    Args:
-        values: All values that the key has in several runs.
-
-    Returns:
-        The values of those fields that another mapping lacks, or has with another value, by key. If the value is not a
-        mapping or has no such field, the value of `key` itself.
+    For a value that is not a mapping, or has no such field, return the value of `key` itself.
     """
     if not isinstance(value, Mapping):
         return {key: value}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
@@ -25,6 +25,7 @@ from ..errors import InstrumentError, InstrumentWarning, Problem
 from ..fields.pip_extras import packages_of
 from ..tables.schemas import IDENTITY, TABLES
 from .config_comparison import RunMatch, match_runs
+from .config_fields import canonical_json
 from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 
@@ -55,12 +56,9 @@ class Means:
 
 
 def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
-    """Return the mean of every numeric column at every location; for evaluation metrics, the last value.
+    """Return the mean of every numeric column at every location in a half-open range of steps; for evaluation metrics, the last value.
 
     Rows of recomputed forward passes are ignored.
-
-    Args:
-        steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys, names = keys_of(table), averaged_columns(run, table)
     start, stop = steps
@@ -141,9 +139,10 @@ def effects_of(
         warnings.warn(f"{message}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=3)
     comparisons: dict[str, list[RunMatch]] = {}
     for match in run_matches.matches:
-        comparisons.setdefault(match.comparison, []).append(match)
-    tables = [_numbers_of(run, table, run_matches.matches, steps) for table in MEASURED_TABLES]
-    parts = [(pairs[0], table.differences(pairs, confidence)) for pairs in comparisons.values() for table in tables]
+        comparisons.setdefault(canonical_json([match.value, *match.by]), []).append(match)
+    every = list(comparisons.values())
+    tables = [_differences(run, table, every, steps, confidence) for table in MEASURED_TABLES]
+    parts = [(pairs[0], table[index]) for index, pairs in enumerate(every) for table in tables]
     frame = pd.concat([part for _, part in parts], ignore_index=True)
     rows = [match for match, part in parts for _ in range(len(part))]
     frame.insert(0, "value", _cells([match.value for match in rows]))
@@ -177,54 +176,42 @@ def _cells(values: list[Any]) -> pd.Series:
     return pd.Series(values, dtype=object if None in values else None)
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """The numbers of all compared runs: float64 [runs, locations, columns]. `row_of`: the index of a run, by that in the sweep."""
-
-    table: str
-    columns: Sequence[str]
-    locations: Sequence[tuple[str, ...]]
-    values: np.ndarray
-    has_value: np.ndarray
-    row_of: Mapping[int, int]
-
-    def differences(self, pairs: Sequence[RunMatch], confidence: float) -> pd.DataFrame:
-        """Return one row per location and statistic that occurs in any pair of a comparison."""
-        without = [self.row_of[pair.baseline] for pair in pairs]
-        treated = [self.row_of[pair.index] for pair in pairs]
-        has_before, has_after = self.has_value[without], self.has_value[treated]
-        before, after = self.values[without], self.values[treated]
+def _differences(
+    run: RunTables, table: str, comparisons: Sequence[Sequence[RunMatch]], steps: Steps, confidence: float
+) -> list[pd.DataFrame]:
+    """Return for each comparison one row per location and statistic that occurs in any of its pairs."""
+    indices = list(dict.fromkeys(i for pairs in comparisons for pair in pairs for i in (pair.baseline, pair.index)))
+    means = [means_of(run.single(index), table, steps) for index in indices]
+    row_of = {index: row for row, index in enumerate(indices)}
+    names = list(averaged_columns(run, table))
+    locations = list(dict.fromkeys(location for each in means for location in each.locations))
+    row_of_location = {location: row for row, location in enumerate(locations)}
+    values = np.zeros((len(means), len(locations), len(names)))
+    has_value = np.zeros(values.shape, dtype=bool)
+    for index, each in enumerate(means):
+        cells = np.ix_([row_of_location[at] for at in each.locations], [names.index(name) for name in each.columns])
+        values[index][cells], has_value[index][cells] = each.values, each.counts > 0
+    labels = pd.DataFrame(locations, columns=keys_of(table), dtype=object).reindex(columns=list(LOCATION_COLUMNS))
+    labels.insert(0, "table", table)
+    parts = []
+    for pairs in comparisons:
+        without, treated = [row_of[pair.baseline] for pair in pairs], [row_of[pair.index] for pair in pairs]
+        before, after = values[without], values[treated]
         with np.errstate(invalid="ignore", over="ignore"):
             numbers = np.stack([before, after, after - before], axis=1)  # [pairs, 3, locations, columns]
-        both = has_before & has_after
+        both = has_value[without] & has_value[treated]
         used = both & np.isfinite(numbers[:, 2])
-        counts = {"pairs": used, "not_finite": both & ~used, "one_sided": has_before ^ has_after}
+        counts = {"pairs": used, "not_finite": both & ~used, "one_sided": has_value[without] ^ has_value[treated]}
         totals = {name: mask.sum(0) for name, mask in counts.items()}
         rows, columns = np.nonzero(totals["pairs"] + totals["not_finite"])
-        labels = pd.DataFrame(list(self.locations), columns=keys_of(self.table), dtype=object)
-        where = labels.reindex(columns=list(LOCATION_COLUMNS)).iloc[rows].reset_index(drop=True)
-        where.insert(0, "table", self.table)
         seeds = np.array([pair.seed for pair in pairs])
         numbers = np.where(used[:, None], numbers, np.nan)
         of_seeds = np.stack([_mean(numbers[seeds == seed]) for seed in dict.fromkeys(seeds.tolist())])
         arrays = {**_intervals(of_seeds, confidence), **totals}
-        statistics = np.array(self.columns, dtype=object)[columns]
-        return where.assign(statistic=statistics, **{name: cells[rows, columns] for name, cells in arrays.items()})
-
-
-def _numbers_of(run: RunTables, table: str, matches: Sequence[RunMatch], steps: Steps) -> _Numbers:
-    indices = list(dict.fromkeys(index for match in matches for index in (match.baseline, match.index)))
-    means = [means_of(run.single(index), table, steps) for index in indices]
-    columns = list(averaged_columns(run, table))
-    locations = list(dict.fromkeys(location for each in means for location in each.locations))
-    row_of_location = {location: row for row, location in enumerate(locations)}
-    values = np.zeros((len(means), len(locations), len(columns)))
-    has_value = np.zeros(values.shape, dtype=bool)
-    for index, each in enumerate(means):
-        rows = [row_of_location[location] for location in each.locations]
-        cells = np.ix_(rows, [columns.index(name) for name in each.columns])
-        values[index][cells], has_value[index][cells] = each.values, each.counts > 0
-    return _Numbers(table, columns, locations, values, has_value, {index: row for row, index in enumerate(indices)})
+        measured = {name: cells[rows, columns] for name, cells in arrays.items()}
+        statistics = np.array(names, dtype=object)[columns]
+        parts.append(labels.iloc[rows].reset_index(drop=True).assign(statistic=statistics, **measured))
+    return parts
 
 
 def _intervals(seeds: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
@@ -285,13 +272,9 @@ def student(
 
 
 def adjusted(p_values: np.ndarray) -> np.ndarray:
-    """Adjust p-values for their number, so that a limit on them bounds the false discovery rate.
+    """Adjust p-values [tests] for their number, so that a limit on them bounds the false discovery rate; NaN for no test.
 
-    The method is that of Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300, from
-    `scipy.stats.false_discovery_control`.
-
-    Returns:
-        The adjusted p-values [tests]; NaN for no test.
+    The method is that of Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300.
     """
     with packages_of("analysis", "the adjustment of p-values"):
         from scipy.stats import false_discovery_control

@@ -221,9 +221,8 @@ class _Run:
         if rows.empty and value == optional:
             return None
         if rows.empty:
-            names = sorted(
-                self.files.read("tensors", ["path"], ds.field("role") == "input")["path"].unique().to_pylist()
-            )
+            inputs = self.files.read("tensors", ["path"], ds.field("role") == "input")
+            names = sorted(inputs["path"].unique().to_pylist())
             hook = f"{{layers: '.', kind: forward_pre, path: {value}, action: record, stats: none, tensors: true}}"
             fix = f"record it with a hook {hook}" + (", or pass mask=None to keep all positions" * (where == "mask"))
             message = "no input of this name was recorded"
@@ -638,10 +637,7 @@ def _permutation(size: int, *seed: int) -> Array:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return uninitialized memory that is aligned for copies past the cache.
-
-    NumPy requests huge pages for it. PyTorch does not.
-    """
+    """Return uninitialized memory, aligned for copies past the cache. NumPy requests huge pages for it, unlike PyTorch."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -659,9 +655,8 @@ def _part(batch: Batch, where: int | slice | Array) -> Batch:
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return (
-                value[where].tolist() if isinstance(value, np.ndarray) and not isinstance(where, int) else value[where]
-            )
+            part = value[where]
+            return part.tolist() if isinstance(value, np.ndarray) and not isinstance(where, int) else part
         raw = value.view(RAW[value.itemsize]).numpy()  # PyTorch would wake its threads for each copy
         copy = raw[where].copy() if isinstance(where, slice) else np.asarray(raw.take(where, 0))
         return torch.from_numpy(copy).view(value.dtype)

@@ -8,8 +8,7 @@ from typing import Any, cast
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ..storage.checksums import CheckedFile, open_checked
-from ..storage.remote_files import open_remote
+from ..storage.checksums import CheckedFile, open_checked, open_remote
 from ..storage.remote_folder import is_address
 
 
@@ -40,7 +39,6 @@ class DuckDBFiles(AbstractFileSystem):  # type: ignore[misc]
         return name
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> CheckedFile:
-        """Open a file."""
         if mode != "rb":
             return cast(CheckedFile, self._files.open(path, mode, **options))
         name = self._files._strip_protocol(path)
@@ -51,13 +49,10 @@ class DuckDBFiles(AbstractFileSystem):  # type: ignore[misc]
             raise
 
     def glob(self, path: str, **options: Any) -> list[str]:
-        """Return the files that match a pattern."""
         return [path] if path in self._names else cast(list[str], self._files.glob(path, **options))
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return the entry of a file: its name, size and type."""
         return cast(dict[str, Any], self._files.info(path, **options))
 
     def modified(self, path: str) -> Any:
-        """Return the time of the last change of a file."""
         return self._files.modified(path)

@@ -51,10 +51,10 @@ class Features(NamedTuple):
     ids: Array
 
     def __repr__(self) -> str:
-        described = {
-            name: "None" if part is None else f"{part.dtype} {part.shape}" for name, part in self._asdict().items()
-        }
-        return f"Features({', '.join(f'{name}: {text}' for name, text in described.items())})"
+        parts = (
+            f"{name}: {part if part is None else f'{part.dtype} {part.shape}'}" for name, part in self._asdict().items()
+        )
+        return f"Features({', '.join(parts)})"
 
     @property
     def flat(self) -> Array:
@@ -168,13 +168,9 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
 
 
 def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the tensors of a selection, without their values, in the order of the batches.
+    """Return the rows of the tensors of a selection, without their values, in the order of the batches, as `features_of` reads them.
 
-    Args:
-        index: The original calls in the table `tensors`.
-
-    Raises:
-        ConfigError: See `features_of`.
+    `index`: the original calls in the table `tensors`.
     """
     rows = index[index["layer"] == selection.layer_name]
     if rows.empty:
@@ -267,10 +263,7 @@ def batches_of(
     files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
 ) -> Iterator[TensorOfBatch]:
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
-    keys = samples[BATCH].to_numpy()
-    starts = np.flatnonzero((keys != np.roll(keys, 1, 0)).any(1) | (np.arange(len(keys)) == 0))
-    parts = zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
-    groups = {(*key,): group for key, group in parts}
+    groups: Any = samples.groupby(BATCH, sort=False).indices
     spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: recorded_positions(shape, source, spec))
     unknown = []
@@ -294,7 +287,7 @@ def batches_of(
     if unknown:
         first = ", ".join(f"{name} {value}" for name, value in zip(selection.key, unknown[0], strict=True))
         which = first if len(unknown) == 1 else f"the first at {first}"
-        files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
+        files.report_skipped(f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
 
 
 def ids_of(samples: pd.DataFrame) -> pd.Series:
@@ -382,8 +375,9 @@ def _copy_values(
 
     largest = max((len(destination) * part[:1].nbytes for _, part, destination in known), default=0)
     size, copied = max(RELEASE_BYTES // max(largest, 1), 1), 0
+    threads = 1 if raw.index["block"].null_count else READING_THREADS  # of block files
     for start in range(0, len(known), size):
-        copied += sum(read_in_threads(copy, known[start : start + size], READING_THREADS if raw.is_in_blocks else 1))
+        copied += sum(read_in_threads(copy, known[start : start + size], threads))
         pa.default_memory_pool().release_unused()
         raw.release()
     if copied < len(known):

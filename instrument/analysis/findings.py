@@ -48,11 +48,7 @@ RULE_EVENT_COLUMNS = [field.name for field in fields(RuleEvent)]
 def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     """Return the findings of one run in any state: those of rules grouped by cause, then the others, the most severe ones first.
 
-    Args:
-        evaluates: Whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
-
-    Raises:
-        InstrumentError: `run` contains several runs.
+    `evaluates`: whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
@@ -61,7 +57,7 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     evaluates &= not has_rules
     events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
     judged = findings_of(events, rules, run.info, layers_of(run))
-    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
+    others = [*_loss(run), *_gradients(run), *not_fired(run), *_interventions(run)]
     return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -115,7 +111,8 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
-def _not_fired(run: RunTables) -> Iterator[Finding]:
+def not_fired(run: RunTables) -> Iterator[Finding]:
+    """Yield the hooks that fired less often than expected."""
     columns = ["hook", "layer", "kind", "path", "expected", "fired", "cause"]
     rows = [row for batch in run.scan("coverage", columns) for row in batch.to_pylist()]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -171,10 +168,9 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
 
 
 def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
-    batches = [batch.columns for batch in run.scan(table, columns, condition)]
-    empty = np.empty(0)
-    parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
-    return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
+    batches = [*run.scan(table, columns, condition)]
+    rows = pa.Table.from_batches(batches) if batches else dict.fromkeys(columns, np.empty(0))
+    return [np.asarray(rows[name]) for name in columns]
 
 
 def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
@@ -183,11 +179,7 @@ def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) ->
 
 
 def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Return what each record hook recorded.
-
-    Returns:
-        The numbers of firings, of rows (of statistics and further tables) and of tensors, by hook.
-    """
+    """Return the numbers of firings, of rows (of statistics and further tables) and of tensors, by record hook."""
     firings: Counter[str] = Counter()
     for batch in run.scan("coverage", ["hook", "fired"]):
         for row in batch.to_pylist():

@@ -23,14 +23,7 @@ FINITE_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if stat
 
 
 def is_not_finite(stats: pd.DataFrame) -> pd.Series:
-    """Return which rows of statistics are non-finite.
-
-    Args:
-        stats: Rows with `kind` and `role`; the other columns of `REQUIRED_COLUMNS` may be missing.
-
-    Returns:
-        A boolean Series with the index of `stats`.
-    """
+    """Return which rows of statistics are non-finite: a boolean Series. Of `REQUIRED_COLUMNS`, only `kind` and `role` are required."""
     bad = sum((stats[name].fillna(0) for name in NON_FINITE_COUNTS if name in stats), pd.Series(0, stats.index))
     if not bad.any():
         return bad > 0

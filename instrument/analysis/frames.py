@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+from pandas.api.types import infer_dtype
 
 from ..config.hook_specs import names_of_custom_statistics
 from ..storage.run_files import RunFiles
@@ -45,7 +46,7 @@ def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
     """Remove tensors of dtypes that NumPy does not support, and add the dtypes to the problems of the files."""
     is_supported = frame["dtype"].map(is_known).astype(bool)
     for dtype in frame["dtype"][~is_supported].unique():
-        files.report_skipped("tensors", f"NumPy does not support {dtype}")
+        files.report_skipped(f"NumPy does not support {dtype}")
     return frame if is_supported.all() else frame[is_supported].reset_index(drop=True)
 
 
@@ -60,12 +61,9 @@ def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index: int) -> None:
-    """Add the folder, seed and overrides of a run as columns, in place.
+    """Add the folder, seed and overrides of a run as columns, in place. A name that the table has becomes `override.<name>`.
 
-    An override with the name of a column of the table becomes `override.<name>`.
-
-    Args:
-        overrides: Overrides of all runs, so that a column has the same type in all of them.
+    The overrides are those of all runs, so that a column has the same type in all of them.
     """
     frame.insert(0, "run", run)
     for key, values in overrides.items():
@@ -85,14 +83,14 @@ def typed(values: Sequence[Any]) -> pd.Series:
     nulls do not change the type.
     """
     present = [value for value in values if value is not None]
-    kinds = {_kind(value) for value in present}
-    if kinds == {"integer"}:
-        return pd.Series(list(values), dtype="int64" if len(present) == len(values) else "Int64")
-    if kinds == {"boolean"}:
-        return pd.Series(list(values), dtype="bool" if len(present) == len(values) else "boolean")
-    if kinds <= {"integer", "float"}:
-        return pd.Series(list(values), dtype="float64")
-    return pd.Series(list(values), dtype="str" if kinds == {"string"} else "object")
+    is_complete, fits = len(present) == len(values), all(-LARGEST <= v < LARGEST for v in present if isinstance(v, int))
+    dtypes = {
+        "integer": "int64" if is_complete else "Int64",
+        "boolean": "bool" if is_complete else "boolean",
+        "string": "str",
+        **dict.fromkeys(("floating", "mixed-integer-float", "empty"), "float64"),
+    }
+    return pd.Series(list(values), dtype=dtypes.get(infer_dtype(present) if fits else "", "object"))
 
 
 def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -105,14 +103,6 @@ def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     for name in [name for name, column in columns.items() if column.dtype == object]:
         columns[name] = pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
     return pd.DataFrame(columns, index=range(len(rows)))
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer" if -LARGEST <= value < LARGEST else "other"
-    return {float: "float", str: "string"}.get(type(value), "other")
 
 
 def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -144,11 +134,7 @@ def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
-    """Replace the extremes that float64 rounds by exact integers, in place. Such a column then has the dtype object.
-
-    Args:
-        rows: The same rows as they are stored, with the remainders among the custom statistics.
-    """
+    """Replace extremes that float64 rounds by exact integers of dtype object, in place. `rows`: the stored rows with the remainders."""
     index = rows.schema.get_field_index(CUSTOM.name)
     if index < 0 or rows.column(index).null_count == len(rows):
         return

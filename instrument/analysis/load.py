@@ -65,7 +65,7 @@ class Run(RunTables):
     """
 
     def _repr_html_(self) -> str:
-        from .notebook import to_html
+        from .overview import to_html
 
         return to_html(self)
 

@@ -14,18 +14,15 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..errors import first_line
-from ..storage.checksums import REMEDY
+from ..storage.checksums import REMEDY, arrow_files
 from ..storage.journal import JournalReader
 from ..storage.parts import Part, as_written, journals_of, part_files, read_journal
-from ..storage.remote_files import arrow_files
 from ..storage.remote_folder import arrow_name, is_address
 from ..storage.row_batches import as_table
 from ..storage.run_files import UNREADABLE
 from ..tables.schemas import AS_WRITTEN, TABLES
 
 READERS = 16  # threads that read the footers of files; remote storage has a high latency
-
-
 FileVersion = tuple[int, int] | None
 """Modification time and size of a local file."""
 

@@ -181,11 +181,7 @@ def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:
 
 
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
-    """Return the location of each row as an ordered categorical.
-
-    Args:
-        order: Layer names from `forward_order`; other layers come last, in order of first appearance.
-    """
+    """Return the location of each row as an ordered categorical, by an order of layers; others come last, as they appear."""
     rank = rank_in(order)
     names = {(layer, path): name for (layer, path, _), name in location_names(frame).items()}
     ordered = sorted(names, key=lambda at: rank(at[0]))  # stable: paths stay as they appear
@@ -219,17 +215,13 @@ def in_forward_order(defined: Sequence[str], recorded: Sequence[str]) -> list[st
     entered = {"": -1}  # sort position of the last module that ends before a module begins
     previous: tuple[str, ...] = ()
     for index, layer in enumerate(defined):
-        above = _with_parents(layer)
+        parts = layer.split(".")
+        above = (*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), "")
         over = [ranks[name][0] for name in previous if name not in above and name in ranks]
         entered[layer] = max(over, default=entered.get(above[min(1, len(above) - 1)], -1))
         ranks.setdefault(layer, (entered[layer] if layer else UNKNOWN_ORDER, index + 1))
         previous = above
     return sorted(ranks, key=lambda layer: ranks[layer])
-
-
-def _with_parents(layer: str) -> tuple[str, ...]:
-    parts = layer.split(".")
-    return (*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), "")
 
 
 def _first_outputs(stats: pd.DataFrame) -> list[str]:
@@ -299,14 +291,7 @@ def select_series(
     role: str | None = None,
     phase: str | None = None,
 ) -> RecordedSeries:
-    """Return the one series that matches the arguments.
-
-    Args:
-        phase: Phase of the hook; None for any, but `train` if series of several phases match.
-
-    Raises:
-        InstrumentError: No series or several series match. The message lists the candidates.
-    """
+    """Return the one series that matches the arguments: of several phases, `train`. Raise an InstrumentError with the candidates."""
     wanted = {key: word for key, word in zip(KEYS, (hook, kind, role, phase), strict=True) if word is not None}
     for key, word in wanted.items():
         check_choice(word, [getattr(series, key) for series in candidates], key, "no data with this value was recorded")
@@ -322,11 +307,7 @@ def select_series(
 
 
 def check_choice(word: object, options: Sequence[str], where: str, message: str, fix: str = "") -> None:
-    """Check that a word is one of the options.
-
-    Raises:
-        InstrumentError: The word is not an option. The message lists the options and similar ones.
-    """
+    """Raise an InstrumentError, with the options and similar ones, unless a word is one of the options."""
     choices = list(dict.fromkeys(options))
     if word not in choices:
         allowed = shorten([name or "''" for name in choices])
@@ -341,10 +322,7 @@ def location_names(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
 
 
 def rows_at(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Return the rows of a location, or of all locations of a layer.
-
-    Examples are `encoder.0.weight`, `encoder.0`, and `.` for the root module.
-    """
+    """Return the rows of a location, or of all locations of a layer: `encoder.0.weight`, `encoder.0`, `.` for the root module."""
     mask = pd.Series(False, index=rows.index)
     for (layer, path, kind), location in location_names(rows).items():
         if location == name:
@@ -353,16 +331,9 @@ def rows_at(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[RecordedSeries, str, pd.DataFrame]:
-    """Return the one series that matches and has rows at a location.
+    """Return the one series that matches and has rows at a location, or at a layer with a single one; its name; and the rows of both.
 
-    Args:
-        name: A location, or a layer with a single location.
-
-    Returns:
-        The series, the name of the location, and the rows of both.
-
-    Raises:
-        InstrumentError: The location has no rows, several series match, or the layer has several locations.
+    Raise an InstrumentError if the location has no rows, several series match, or the layer has several locations.
     """
     names = [*location_names(frame).values(), *(layer or "." for layer in frame["layer"].drop_duplicates())]
     check_choice(name, names, "layer", "nothing was recorded for this layer")
@@ -389,13 +360,12 @@ def short_names(names: Sequence[str], most: int) -> dict[str, str]:
     common = takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False))
     shared = len([*common]) if len(split) > 1 else 0  # the last segment of a name is never removed
     rests = {name: ".".join(name.split(".")[shared:]) for name in names}
-    steps: list[Callable[[str], str]] = [lambda name: name, lambda name: rests[name]]
-    steps += [lambda name, letters=letters: _abbreviated(rests[name], letters) for letters in (4, 3, 2, 1)]  # type: ignore[misc]
-    steps += [lambda name: _cut(_abbreviated(rests[name], 1), most)]
+    forms = [rests, *({name: _abbreviated(rests[name], letters) for name in names} for letters in (4, 3, 2, 1))]
+    forms.append({name: text if len(text) <= most else f"…{text[1 - most :]}" for name, text in forms[-1].items()})
     chosen = dict(zip(names, names, strict=True))
-    for step in steps:
+    for form in forms:
         long = [name for name in names if len(chosen[name]) > most]
-        tried = {**chosen, **{name: step(name) for name in long}}
+        tried = {**chosen, **{name: form[name] for name in long}}
         counts = Counter(tried.values())
         chosen |= {name: tried[name] for name in long if counts[tried[name]] == 1}
     return chosen
@@ -405,7 +375,3 @@ def _abbreviated(name: str, letters: int) -> str:
     """Abbreviate the words of all segments except the last: `enc.lay_11.self_att.in_proj_weight`."""
     *above, last = name.split(".")
     return ".".join([*(re.sub(r"[^\W\d_]+", lambda word: word[0][:letters], part) for part in above), last])
-
-
-def _cut(name: str, most: int) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..storage.blocks import BlockReader, Bytes, Place, copy_rows
-from ..storage.remote_files import arrow_files
+from ..storage.checksums import arrow_files
 from ..storage.remote_folder import arrow_name
 from ..storage.run_files import RunFiles, row_groups
 from ..tables.schemas import TABLES
@@ -60,8 +60,7 @@ class RawTensors:
     def of(cls, files: RunFiles, columns: Sequence[str] = (), condition: ds.Expression | None = None) -> RawTensors:
         """Find the tensors that a condition on the columns of `tensors` selects, in the order in which they were written.
 
-        Args:
-            columns: Further columns of the index. `values` and `data` are read later.
+        The index has further columns, if they are requested; `values` and `data` are read later.
         """
         table = TABLES["tensors"]
         read = [name for name in table.names if name not in _VALUES]
@@ -95,11 +94,6 @@ class RawTensors:
         columns = [self.index[name].to_pylist() for name in self.COLUMNS]
         return [(rank, dtype, tuple(shape), Place(*place)) for rank, dtype, shape, *place in zip(*columns, strict=True)]
 
-    @property
-    def is_in_blocks(self) -> bool:
-        """Whether all tensors are in block files."""
-        return not self.index["block"].null_count
-
     def shape(self, i: int) -> tuple[int, ...]:
         """Return the recorded shape of a tensor."""
         return self._cells[i][2]
@@ -124,11 +118,7 @@ class RawTensors:
         return array_of(None, content.data, shape, dtype)
 
     def copy(self, i: int, rows: np.ndarray[Any, Any], indices: np.ndarray[Any, Any]) -> None:
-        """Copy the entries of dimension 0 of a tensor to rows of an array, except for those with a negative index.
-
-        Raises:
-            DamagedFileError, TypeError: See `array`.
-        """
+        """Copy the entries of dimension 0 of a tensor to rows of an array, except for negative indices. Errors are those of `array`."""
         rank, dtype, _, place = self._cells[i]
         copy = partial(copy_rows, rows=rows, indices=indices)
         if place.block is not None and dtype == rows.dtype.name:
@@ -137,13 +127,10 @@ class RawTensors:
             copy(np.ascontiguousarray(self.array(i), rows.dtype).reshape(-1).view(np.uint8))
 
     def tensor(self, i: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a tensor, or entries of dimension 0, in the recorded dtype; int8 with scales as float32.
+        """Return a tensor, or entries of dimension 0, in the recorded dtype; int8 with scales as float32. Errors are those of `array`.
 
         A tensor in a block file is not copied, so that changes in place would show in later reads of this process. They do not reach
         the file.
-
-        Raises:
-            DamagedFileError: See `array`.
         """
         import torch  # imported here, because reading arrays does not need torch
 

@@ -18,7 +18,7 @@ from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, si
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import KEY, METRICS, RATIOS, STARTS, Reference, phase_of, rounded, schema
-from ..rules.step_rows import BoolArray, FloatArray
+from ..rules.step_rows import FloatArray
 from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
 from ..tables.statistics import ALL, statistic_of
@@ -106,12 +106,9 @@ def read_reference(
 
 
 def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
-    """Return the smallest and the largest value of statistics in each phase of training of one run.
+    """Return the smallest and the largest value (`low`, `high`) of statistics in each phase of training of one run.
 
-    Non-finite rows and recomputed ones are left out, as rules do not read them.
-
-    Returns:
-        The columns `low` and `high`, with the index `KEY`, `statistic` and `phase_of_training`.
+    The index is `KEY`, `statistic` and `phase_of_training`. Non-finite rows and recomputed ones are left out, as rules do not read them.
     """
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
     metrics = [name for name in statistics if name in METRICS]
@@ -136,9 +133,8 @@ def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
     runs = [run for each in given for run in _runs(each, where)]
     fix, reasons = "leave it out, or complete it", ((run, _why_unhealthy(run)) for run in runs)
-    message = "the run is not healthy: {}"
-    problems = [Problem(where, message.format(why), str(run.path), fix=fix) for run, why in reasons if why]
-    raise_problems(problems)
+    what = "the run is not healthy: "
+    raise_problems([Problem(where, what + why, str(run.path), fix=fix) for run, why in reasons if why])
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
     known = table["statistic"].unique().to_pylist()
     if missing := [name for name in statistics if name not in known]:
@@ -233,7 +229,10 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
     largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
     ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
     floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, other * largest))
-    low, high = (_scaled(values, is_ratio) for values in (lows, highs))
+    low, high = (
+        pd.DataFrame(np.where(is_ratio[:, None], np.log(values.where(values > 0)), values), values.index)
+        for values in (lows, highs)
+    )
     if count > 1:
         variances = (low.var(axis=1, ddof=1).fillna(0.0) + high.var(axis=1, ddof=1).fillna(0.0)) / 2
         pooled = variances.groupby(level=[*KEY, "statistic"], sort=False).transform("mean")
@@ -243,10 +242,3 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         widths = (high - low).max(axis=1)
     spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors)
     return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)
-
-
-def _scaled(values: pd.DataFrame, is_ratio: BoolArray) -> pd.DataFrame:
-    """Return logarithms of ratios, and other values as they are; NaN for the logarithm of zero."""
-    numbers = values.to_numpy(float)
-    logarithms = np.log(np.where(is_ratio[:, None] & (numbers > 0), numbers, np.nan))
-    return pd.DataFrame(np.where(is_ratio[:, None], logarithms, numbers), values.index)

@@ -270,13 +270,7 @@ class RunHistory:
 
 
 def history_of(run: RunTables, tables: tuple[str, ...] = (), room: int = MAX_VALUES) -> RunHistory:
-    """Read the history of one run.
-
-    Args:
-        run: The run.
-        tables: The tables to read. Default: all with something that is shown.
-        room: See `RunHistory`.
-    """
+    """Read some tables of one run, by default all with something that is shown. `room`: see `RunHistory`."""
     history = RunHistory(run.path, run.info, room)
     for name in tables or shown_tables():
         for batch in run.scan(name, history.columns(name)):

@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..fields.pip_extras import packages_of
-from ..storage.remote_errors import safe_message
-from ..storage.remote_folder import is_address
+from ..storage.remote_folder import is_address, safe_message
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import REMAINDERS
@@ -45,13 +44,7 @@ _UNKNOWN = re.compile(
 
 
 def run_query(run: RunTables, query: str) -> pd.DataFrame:
-    """Run a query with DuckDB; only files of the tables that the query names are opened.
-
-    Raises:
-        ConfigError: The query is invalid.
-        InstrumentError: DuckDB is not installed, or the query fails, for example because memory is insufficient or a
-            file that the query names is missing.
-    """
+    """Run a query with DuckDB; only files of the tables that the query names are opened. See `Run.sql`."""
 
     def answer(connection: duckdb.DuckDBPyConnection) -> pd.DataFrame:
         if not connection.extract_statements(query):
@@ -62,11 +55,7 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
 
 
 def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
-    """Return a table as a polars LazyFrame that DuckDB reads when it is collected. The selected rows are then in memory.
-
-    Raises:
-        InstrumentError: polars or DuckDB is not installed.
-    """
+    """Return a table as a polars LazyFrame that DuckDB reads when it is collected. The selected rows are then in memory."""
     with packages_of("polars", "run.lazy"):
         import polars
         from polars.io.plugins import register_io_source
@@ -299,8 +288,7 @@ def _table_files(run: RunTables, table: str, *, with_data: bool) -> _TableFiles:
 def _columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> Columns:
     """Convert columns with one value per run to SQL types: text for mixed types, JSON for lists and mappings.
 
-    Args:
-        reserved: Reserved names, compared without case; a column with such a name is renamed to `override.<name>`.
+    A name that is reserved, in any case, becomes `override.<name>`.
     """
     names = {"", *(name.lower() for name in reserved)}
     columns = {}

@@ -43,17 +43,7 @@ class TensorMaps(PlottedTensor):
         return self.what == "inputs" and self.shape[-3] in (GREY, COLOURED)
 
     def values(self, run: RunTables | pd.DataFrame, sample: int = 0) -> np.ndarray:
-        """Return the maps of one sample, or all filters.
-
-        Args:
-            sample: Index of the recorded sample, starting at 0.
-
-        Returns:
-            Array of shape [C, H, W], or [out, in, H, W] of filters, as recorded; the magnitudes of complex values.
-
-        Raises:
-            IndexError: The sample was not recorded.
-        """
+        """Return the maps of a recorded sample, [C, H, W], or all filters, [out, in, H, W]; the magnitudes of complex values."""
         array = self.read(run)
         array = np.abs(array) if np.iscomplexobj(array) else array
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
@@ -122,12 +112,7 @@ def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:
 
 
 def limits(values: np.ndarray) -> tuple[float, float]:
-    """Return the limits of a color scale: symmetric around zero if there are negative values, otherwise starting at
-    zero.
-
-    Args:
-        values: Any shape; non-finite values are ignored.
-    """
+    """Return the limits of a color scale of the finite values: symmetric around zero if some are negative, else starting at zero."""
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
     largest = largest or 1.0
@@ -135,24 +120,16 @@ def limits(values: np.ndarray) -> tuple[float, float]:
 
 
 def relative_to_channels(values: np.ndarray) -> np.ndarray:
-    """Divide each map by its largest magnitude, so that each channel has its own scale. A map of zeros is unchanged.
+    """Divide each map [..., H, W] by its largest finite magnitude, so that each channel has its own scale, from -1 to 1.
 
-    Args:
-        values: [..., H, W]; non-finite values are ignored.
-
-    Returns:
-        Same shape, from -1 to 1 where finite.
+    A map of zeros is unchanged.
     """
     largest = np.abs(np.where(np.isfinite(values), values, 0.0)).max((-2, -1), keepdims=True)
     return values / np.where(largest == 0.0, 1.0, largest)
 
 
 def smaller(values: np.ndarray, most: int) -> np.ndarray:
-    """Downsample maps to at most `most` pixels per side by averaging square blocks; the last block may be narrower.
-
-    Args:
-        values: [..., H, W].
-    """
+    """Downsample maps [..., H, W] to at most `most` pixels per side by averaging square blocks; the last one may be narrower."""
     factor = -(-max(values.shape[-2:]) // most)
     if factor <= 1:
         return values

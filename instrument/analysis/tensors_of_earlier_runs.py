@@ -183,8 +183,7 @@ class RunArchive(Archive):
     def by_sample(self, run: str, hook: str | None, step: int | None, place: Place, where: str) -> RecordedSamples:
         """Return all values that were recorded at a place, by sample. They are read once and stay in memory.
 
-        Raises:
-            ConfigError: The run has no tensors with samples at this place, or several of a sample.
+        Raise a ConfigError if the run has no tensors with samples at this place, or several of a sample.
         """
         key = (run, hook, step, place)
         if key not in self._samples:

@@ -28,20 +28,10 @@ CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": conv
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("convert")
     parser.add_argument("file", metavar="FILE", type=Path, help="the configuration file: YAML or JSON")
-    parser.add_argument(
-        "--from",
-        dest="tool",
-        required=True,
-        choices=tuple(CONVERTERS),
-        help="nvdlfw: nvidia-dlfw-inspect and Transformer Engine; msprobe: Ascend msprobe",
-    )
-    parser.add_argument(
-        "-o",
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="the experiment file, such as conf/exp/mine.yaml (default: stdout)",
-    )
+    text = "nvdlfw: nvidia-dlfw-inspect and Transformer Engine; msprobe: Ascend msprobe"
+    parser.add_argument("--from", dest="tool", required=True, choices=tuple(CONVERTERS), help=text)
+    text = "the experiment file, such as conf/exp/mine.yaml (default: stdout)"
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help=text)
     return parser
 
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             difference = diff(
                 args.a,
                 args.b,
-                rename=_renamed(args.rename),
+                rename=dict(_renamed(entry) for entry in args.rename),
                 tolerance=args.tolerance,
                 steps=_steps(args.steps),
                 foreign=args.form == "foreign",
@@ -83,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if difference.is_within_tolerance else 1
 
 
-def _renamed(entries: Sequence[str]) -> dict[str, str]:
-    for entry in entries:
-        if not all(entry.partition("=")):
-            raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))
-    return {old: new for old, _, new in (entry.partition("=") for entry in entries)}
+def _renamed(entry: str) -> tuple[str, str]:
+    old, _, new = entry.partition("=")
+    if not (old and new):
+        raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))
+    return old, new
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:

@@ -119,11 +119,9 @@ call: {types: Linear, action: call, fn: {_target_: mymodule.tie}}
 """)
 """The actions of `apply`, each with an example."""
 
+_WATCH = {"watch": "activations", "stat": "std", "below": 1e-3, "for": 20, "then": ["warn", "checkpoint"]}
 CUSTOM_RULES: dict[str, tuple[type[RuleBase], dict[str, Any]]] = {
-    "`watch`": (
-        WatchRule,
-        {"watch": "activations", "stat": "std", "below": 1e-3, "for": 20, "then": ["warn", "checkpoint"]},
-    ),
+    "`watch`": (WatchRule, _WATCH),
     "`_target_`": (CustomRule, {"_target_": "mymodule.MyRule", "then": "stop"}),
 }
 """The rules that are not in the catalogue, each with an example."""
@@ -242,9 +240,8 @@ def model_of(action: str) -> type[HookBase]:
 
 def entries() -> Iterator[Entry]:
     yield from _config_keys(RunConfig, "")
-    yield from _fields(
-        "hooks.NAME.", HookBase, "field of every hook", {"layers": "**", "kind": "forward", "action": "record"}
-    )
+    hook = {"layers": "**", "kind": "forward", "action": "record"}
+    yield from _fields("hooks.NAME.", HookBase, "field of every hook", hook)
     for name, example in HOOKS.items():
         model, is_action = model_of(name), name in HOOK_ACTIONS
         what = "action of hooks" if is_action else "function of action modify"
@@ -346,7 +343,8 @@ def _example_of(prefix: str, key: str, example: Mapping[str, Any], default: obje
     """Return a configuration with a field, from an example of its spec."""
     path = prefix.split(".")[:-1]
     if path[1:] == ["NAME"]:
-        named = [each for each in FIELDS if key in each and path[0] == _section_of(each)]
+        sections = ("hooks" if "kind" in each else "apply" if "action" in each else "rules" for each in FIELDS)
+        named = [each for each, section in zip(FIELDS, sections, strict=True) if key in each and path[0] == section]
         if key not in example:
             is_own = not named or (path[0] != "hooks" and default not in (None, []))
             example = {**example, key: default} if is_own else named[0]
@@ -358,10 +356,6 @@ def _example_of(prefix: str, key: str, example: Mapping[str, Any], default: obje
         section = section[name]
     section.setdefault(key, default)
     return _yaml(content)
-
-
-def _section_of(spec: Mapping[str, Any]) -> str:
-    return "hooks" if "kind" in spec else "apply" if "action" in spec else "rules"
 
 
 def _depth(content: Any, path: Sequence[str]) -> int:

@@ -43,10 +43,8 @@ FILES = ("csv", *TENSOR_FILES)
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], **{name: name for name in FILES}}  # without --out
 SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
 ALREADY_EXISTS = "already exists, and existing files are not overwritten"
-WITHOUT_FOLDER = {
-    "mlflow": "MLFLOW_TRACKING_URI",
-    "trackio": "TRACKIO_DIR",
-}  # and the variable that says where they write
+# And the variable that says where they write.
+WITHOUT_FOLDER = {"mlflow": "MLFLOW_TRACKING_URI", "trackio": "TRACKIO_DIR"}
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 BATCH_BYTES = 16 * 2**20
 SAFETENSORS_DTYPES = {
@@ -59,22 +57,17 @@ OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "ki
 
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("export")
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
-    )
+    text = "the folder of a run, a folder that contains several runs, or a remote address"
+    parser.add_argument("run", metavar="RUN", help=text)
     parser.add_argument("--to", required=True, choices=(*TRACKERS, *FILES), help="the format or tool to export to")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="the output folder (default: the folder of the run)")
     tensors = parser.add_argument_group("recorded tensors (--to safetensors, hf), see Run.dataset")
     tensors.add_argument("--layer", metavar="NAME", action="append", help="a layer; can be repeated (default: all)")
     tensors.add_argument("--flatten", choices=("tokens",), help="one item for each position of a sequence")
-    tensors.add_argument(
-        "--mask",
-        metavar="NAME",
-        help="a recorded input; positions where it is 0 are left out ('none': keep all positions)",
-    )
-    tensors.add_argument(
-        "--select", metavar="COLUMN=VALUE", action="append", help="such as phase=eval or step=10; can be repeated"
-    )
+    text = "a recorded input; positions where it is 0 are left out ('none': keep all positions)"
+    tensors.add_argument("--mask", metavar="NAME", help=text)
+    text = "such as phase=eval or step=10; can be repeated"
+    tensors.add_argument("--select", metavar="COLUMN=VALUE", action="append", help=text)
     return parser
 
 
@@ -85,9 +78,8 @@ def main(args: argparse.Namespace) -> int:
         require({args.to: "--to"})
     for name in ("layer", "flatten", "mask", "select"):
         if args.to not in TENSOR_FILES and getattr(args, name):
-            raise ConfigError(
-                Problem(f"--{name}", f"not supported for {args.to}", allowed=f"with --to {' or '.join(TENSOR_FILES)}")
-            )
+            allowed = f"with --to {' or '.join(TENSOR_FILES)}"
+            raise ConfigError(Problem(f"--{name}", f"not supported for {args.to}", allowed=allowed))
     if args.out is not None and args.to in WITHOUT_FOLDER:
         message = f"not supported for {args.to}, which is configured by its environment variables"
         raise ConfigError(Problem("--out", message, fix=f"set {WITHOUT_FOLDER[args.to]}"))
@@ -162,9 +154,8 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
         recorded = files.read("tensors", ["layer"], ds.field("role") == role)["layer"].unique().to_pylist()
         layers = [name or "." for name in recorded] or ["."]  # the dataset reports that there are none
     mask = {None: MASK, "none": None}.get(args.mask, args.mask)
-    data = Run(files.folder, [files.folder], [files]).dataset(
-        layers=layers, flatten=args.flatten, mask=mask, **selected
-    )
+    run = Run(files.folder, [files.folder], [files])
+    data = run.dataset(layers=layers, flatten=args.flatten, mask=mask, **selected)
     (_write_hf if args.to == "hf" else _write_safetensors)(data, folder)
     return f"{len(data):,} items of {', '.join(layers)} exported to {{}}"
 
@@ -216,14 +207,14 @@ def _write_hf(data: ActivationDataset, folder: Path) -> None:
             writer.write_batch(rows)
         if writer is not None:
             writer.close()
-    none = dict.fromkeys(("_format_columns", "_format_type", "_split"))
     state = {
         "_data_files": [{"filename": name}],
         "_fingerprint": "",
         "_format_kwargs": {},
         "_output_all_columns": False,
     }
-    (folder / "state.json").write_text(json.dumps({**state, **none}))
+    state |= dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")  # the features are those of the Arrow schema
 
 
@@ -256,10 +247,9 @@ def _write_csv(files: RunFiles, folder: Path) -> str:
         if name == "tensors":
             continue
         columns = with_custom_columns(table.schema.empty_table(), run.custom_columns(name)).schema
-        kinds = ((each.name, each.type) for each in columns)
         is_text = (pa.types.is_list, pa.types.is_map, pa.types.is_dictionary)
         schema = pa.schema(
-            [(name, pa.string() if any(test(kind) for test in is_text) else kind) for name, kind in kinds]
+            [each.with_type(pa.string()) if any(test(each.type) for test in is_text) else each for each in columns]
         )
         with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
             for batch in run.scan(name, columns.names):
@@ -271,9 +261,8 @@ def _write_csv(files: RunFiles, folder: Path) -> str:
 def _csv_cells(values: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_nested(values.type):
         as_plain = dict if pa.types.is_map(values.type) else list
-        return pa.array(
-            [None if each is None else json.dumps(as_plain(each)) for each in values.to_pylist()], pa.string()
-        )
+        texts = [None if each is None else json.dumps(as_plain(each)) for each in values.to_pylist()]
+        return pa.array(texts, pa.string())
     return values.cast(kind)
 
 

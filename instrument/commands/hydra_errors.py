@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +34,9 @@ EXTRAS = {
 
 def composition_problem(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Problem:
     if isinstance(error, MarkedYAMLError):
-        return _yaml_problem(error)
+        mark = error.problem_mark
+        where = f"{mark.name}:{mark.line + 1}" if mark else ""
+        return Problem(where, f"invalid YAML: {error.problem}", fix=fix_of_yaml(error))
     if isinstance(error, OverrideParseException):
         return _override_problem(error)
     if re.search(r"Could not override '[^']+@exp\.", str(error)):
@@ -83,15 +84,8 @@ def _override_problem(error: OverrideParseException) -> Problem:
     return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 
 
-def _yaml_problem(error: MarkedYAMLError) -> Problem:
-    mark = error.problem_mark
-    where = f"{mark.name}:{mark.line + 1}" if mark else ""
-    return Problem(where, f"invalid YAML: {error.problem}", fix=fix_of_yaml(error))
-
-
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
-    option_folders = [folder / group for folder in folders if os.path.isdir(folder / group)]
-    return sorted({file.stem for folder in option_folders for file in folder.glob("*.yaml")})
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
 
 
 def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:

@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ..config.experiment import RunConfig
@@ -87,9 +87,7 @@ def job(config: DictConfig) -> float | None:
         hydra: Any = HydraConfig.get()
         searched = sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
         overrides = read_overrides()
-        earlier = None
-        if sweep is not None and resume is None:
-            earlier = previous_attempt(folder, overrides)
+        earlier = previous_attempt(folder, overrides) if sweep is not None and resume is None else None
         if earlier is not None and earlier["status"] in ((DONE,) if searched else (DONE, STOPPED)):
             result = Result(folder, earlier["metrics"], earlier["error"])  # only its result was lost
         else:
@@ -108,11 +106,16 @@ def job(config: DictConfig) -> float | None:
     raise JobFailedError(STOPPED_CODE, folder) if sweep is not None else SystemExit(STOPPED_CODE)
 
 
-def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the run.json of the previous attempt of a job.
+def numbered_job(config: DictConfig) -> float | None:
+    """Run one job again, with the number of its folder: Hydra would use its position among the jobs that are run again."""
+    hydra = HydraConfig.get()
+    with flag_override(hydra, "readonly", False):  # type: ignore[arg-type]
+        hydra.job.num = int(hydra.sweep.subdir)
+    return job(config)
 
-    None if it does not exist, if the run is in progress, or if the run has other overrides: the folder is then refused.
-    """
+
+def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the run.json of the previous attempt of a job; None without one that has ended and has these overrides."""
     if not (folder / "run.json").exists():
         return None
     record = read_record(folder, "hydra.sweep.dir")
@@ -167,9 +170,7 @@ def _label(sweep: Sweep, folder: Path) -> str:
 def importing() -> Iterator[None]:
     """Disable garbage collection during the `with` block, for imports of PyTorch and packages that depend on it.
 
-    These imports create hundreds of thousands of objects that live until the process ends. Repeated garbage collection
-    takes a fifth of the import time, and later collections would visit the objects again during training. They are
-    therefore frozen, and later collections skip them.
+    Garbage collection takes a fifth of the import time. Later collections skip the frozen objects, which live until the process ends.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -188,15 +189,12 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM during the `with` block, so that files are closed and the interruption is reported.
-
-    Has no effect outside the main thread, where Python does not allow signal handlers to be set.
-    """
+    """Raise `Terminated` on SIGTERM during the `with` block, so that files are closed and the interruption is reported."""
 
     def stop(number: int, frame: object) -> None:  # noqa: ARG001
         raise Terminated("terminated by SIGTERM")
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python allows no signal handlers there
         yield
         return
     previous_handler = signal.signal(signal.SIGTERM, stop)
@@ -208,10 +206,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def report_errors() -> Iterator[tuple[Path, Path | None]]:
-    """Print errors of the `with` block, and the location of the recorded data.
-
-    Yields:
-        The folders of the job and of its sweep; the latter is None for a single run.
+    """Print errors of the `with` block, and the location of the recorded data. Yield the folders of the job and of its sweep, or None.
 
     Raises:
         JobFailedError: The job of a sweep failed. The other jobs continue.
@@ -234,7 +229,11 @@ def report_errors() -> Iterator[tuple[Path, Path | None]]:
     except (Exception, SystemExit) as raised:
         if os.getpid() != process:  # custom code has forked this process
             raise
-        error = _error_of_exit(raised) if isinstance(raised, SystemExit) else raised
+        error = raised
+        if isinstance(error, SystemExit):
+            if not (location := user_code_location(error)):
+                raise
+            error = InstrumentError(f"sys.exit({error.code!r}) was called{location}")
         code = print_error(error)
         if code == 1:
             print(_saved_data_message(folder, shown), file=sys.stderr)
@@ -247,12 +246,6 @@ def report_errors() -> Iterator[tuple[Path, Path | None]]:
             print(f"job {shown} {result}", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
-
-
-def _error_of_exit(stop: SystemExit) -> InstrumentError:
-    if location := user_code_location(stop):
-        return InstrumentError(f"sys.exit({stop.code!r}) was called{location}")
-    raise stop
 
 
 def _saved_data_message(folder: Path, shown: Path) -> str:
@@ -270,18 +263,14 @@ def as_instrument_error(error: Exception, arguments: Sequence[str]) -> Instrumen
     """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`. A `ConfigError` is kept."""
     if isinstance(error, ConfigError):
         return error
-    if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'no error message'}")
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
-    return ConfigError(composition_problem(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
-
-
-def _plugin_of(error: Exception) -> str | None:
-    """Return the innermost Hydra plugin in a traceback, for example `hydra_ray_launcher`; None without a plugin."""
     frames = traceback.extract_tb(error.__traceback__)
     plugins = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
-    return plugins[-1] if plugins else None
+    if not isinstance(error, HydraException | OmegaConfBaseException) and plugins:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0] if lines else 'no error message'}"
+        return InstrumentError(f"{plugins[-1]} failed: {reason}")
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    return ConfigError(composition_problem(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
 
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:

@@ -8,18 +8,16 @@ run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from instrument.commands.locked_operations import for_each_run, parser_of_runs
-from instrument.storage.recovery import recover
+from instrument.storage.maintenance import recover
 from instrument.storage.run_record import end_if_running
 
-
-def command_line() -> argparse.ArgumentParser:
-    return parser_of_runs("recover")
+command_line = partial(parser_of_runs, "recover")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

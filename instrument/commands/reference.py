@@ -32,9 +32,8 @@ def command_line() -> argparse.ArgumentParser:
     make = verbs.add_parser("make", help="compute a reference from healthy runs")
     make.add_argument("runs", metavar="RUNS", nargs="+", help="runs, folders of runs such as a sweep, or patterns")
     make.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
-    make.add_argument(
-        "--stats", metavar="NAME", nargs="+", default=[], help="statistics, also custom ones, and metrics"
-    )
+    text = "statistics, also custom ones, and metrics"
+    make.add_argument("--stats", metavar="NAME", nargs="+", default=[], help=text)
     show = verbs.add_parser("show", help="print the ranges of a reference")
     show.add_argument("file", metavar="FILE", help="the reference")
     show.add_argument("--layer", metavar="GLOB", help="only these layers")
@@ -60,13 +59,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
-    """Print the ranges of a reference, with the margin.
-
-    The text has the first, middle and last phase of training, the JSON all phases.
-
-    Raises:
-        ConfigError: No layer of the reference matches.
-    """
+    """Print the ranges of a reference, with the margin. The text has the first, middle and last phase of training, the JSON all."""
     rows = list(_ranges(reference, layer))
     if layer is not None and not rows:
         names = [*dict.fromkeys(name or "." for _, name, *_ in reference.locations)]

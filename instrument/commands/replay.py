@@ -30,7 +30,7 @@ from instrument.commands.hydra_main import command
 from instrument.commands.job import importing, read_config, read_overrides, report_errors, report_writer
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from instrument.commands.verbs import add_json, parser_of, with_arguments
-from instrument.config.experiment import InitFromConfig, RunConfig
+from instrument.config.experiment import InitFromConfig
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import shown_path
 from instrument.storage.run_folder import check_process_count
@@ -47,25 +47,18 @@ COMPARISON = "comparison.png"
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("replay")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
-    parser.add_argument(
-        "overrides", metavar="OVERRIDE", nargs="*", help="hooks=SET, hooks.NAME.FIELD=VALUE, +hooks.NAME={...}"
-    )
+    text = "hooks=SET, hooks.NAME.FIELD=VALUE, +hooks.NAME={...}"
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help=text)
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--steps", metavar="START:STOP", help="the steps in which hooks record (default: all)")
     steps.add_argument("--before-failure", metavar="N", type=int, help="the last N steps before the run ended")
-    parser.add_argument(
-        "--intervene",
-        action="store_true",
-        help="allow interventions to be added, changed and removed: a counterfactual",
-    )
-    parser.add_argument(
-        "--ops",
-        action="store_true",
-        help="record every operator of these steps, with its layer and line of code; requires --steps or --before-failure",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="repeat the run even if an exact replay cannot be expected"
-    )
+    flags = {
+        "--intervene": "allow interventions to be added, changed and removed: a counterfactual",
+        "--ops": "record every operator of these steps, with its layer and line of code; requires --steps or --before-failure",
+        "--force": "repeat the run even if an exact replay cannot be expected",
+    }
+    for flag, text in flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
     add_json(parser)
     return parser
 
@@ -119,16 +112,12 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
         terminal = Terminal(quiet=parsed.quiet)
         error: Exception | None = None
         try:
-            replayed = _config(parsed, run, hooks, source)
-            runner.run(
-                replayed,
-                folder,
-                terminal,
-                raw=raw,
-                overrides=read_overrides(),
-                make_report=report_writer(replayed, folder),
-                source=source,
-            )
+            changes: dict[str, object] = {"hooks": hooks.specs, "rules": run.rules_of_replay(hooks.specs)}
+            if source.begin and parsed.mode == "train":  # the checkpoint has the weights
+                changes["init_from"] = InitFromConfig()
+            replayed, overrides = parsed.model_copy(update=changes), read_overrides()
+            make_report = report_writer(replayed, folder)
+            runner.run(replayed, folder, terminal, raw=raw, overrides=overrides, make_report=make_report, source=source)
         except ConfigError:
             raise
         except Exception as caught:  # The replay of a run that failed may fail too.
@@ -144,14 +133,6 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
                 raise SystemExit(1)
         if error is not None:
             raise error
-
-
-def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: ReplaySource) -> RunConfig:
-    """Return the configuration with the hooks and rules of the replay. If it begins at a checkpoint, it has no `init_from`."""
-    changes: dict[str, object] = {"hooks": hooks.specs, "rules": run.rules_of_replay(hooks.specs)}
-    if source.begin and config.mode == "train":
-        changes["init_from"] = InitFromConfig()
-    return config.model_copy(update=changes)
 
 
 def _write(certificate: ReplayCertificate, folder: Path) -> str:

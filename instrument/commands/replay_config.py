@@ -236,13 +236,10 @@ class ReplayHooks:
 
     @classmethod
     def of(cls, run: RecordedRun, given: Mapping[str, HookSpec], window: range, *, intervene: bool) -> ReplayHooks:
-        """Combine the hooks of a run with those of the command line.
+        """Combine the hooks of a run with those of the command line. Raise a ConfigError if one cannot run in the window.
 
         Record hooks run in the window. Interventions run as in the run. Inside the window, changed interventions
         replace those of the run.
-
-        Raises:
-            ConfigError: A hook is not scheduled in the window, or an intervention differs without `intervene`.
         """
         original, before = run.hooks, run.required_hooks
         after = {name: spec for name, spec in given.items() if name in before or is_required(spec)}

@@ -21,9 +21,8 @@ from instrument.storage.remote_folder import check_is_local
 
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("report")
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
-    )
+    text = "the folder of a run, a folder that contains several runs, or a remote address"
+    parser.add_argument("run", metavar="RUN", help=text)
     parser.add_argument("--out", metavar="FILE", type=Path, help=f"the output file (default: RUN/{FILE})")
     parser.add_argument("--open", action="store_true", help="open the report in the browser")
     return parser
@@ -31,26 +30,22 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_arguments(command_line)
 def main(args: argparse.Namespace) -> int:
-    try:
-        return _write(args.run, args.out, show=args.open)
-    except OSError as error:
-        print(f"{error.filename or args.out}: {error.strerror}", file=sys.stderr)
-        return 1
-
-
-def _write(folder: str, out: Path | None, *, show: bool) -> int:
-    if out is None:
+    if args.out is None:
         problem = "is required: reports are written to a local file, not to a remote address"
-        check_is_local(folder, "--out", problem, fix="pass --out FILE")
-        out = Path(folder) / FILE
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files
-        run = load(folder)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        path = make(run).save(out)
+        check_is_local(args.run, "--out", problem, fix="pass --out FILE")
+    out = args.out or Path(args.run) / FILE
+    try:
+        # The page and the lines below report damaged files.
+        with warnings.catch_warnings(action="ignore", category=InstrumentWarning):
+            run = load(args.run)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            path = make(run).save(out)
+    except OSError as error:
+        print(f"{error.filename or out}: {error.strerror}", file=sys.stderr)
+        return 1
     for problem in run.problems:
         print(f"warning {problem}", file=sys.stderr)
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB)")
-    if show:
+    if args.open:
         webbrowser.open(path.resolve().as_uri())
     return 0

@@ -19,9 +19,8 @@ from instrument.commands.locked_operations import apply_locked
 from instrument.commands.verbs import parser_of, with_arguments
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import human_bytes
-from instrument.storage.recovery import recover
-from instrument.storage.remote_errors import safe_message
-from instrument.storage.remote_folder import RemoteFolder, check_is_local, remote_address_of
+from instrument.storage.maintenance import recover
+from instrument.storage.remote_folder import RemoteFolder, check_is_local, remote_address_of, safe_message
 from instrument.storage.remote_transfer import send_all
 from instrument.storage.run_record import end_if_running, read_record
 from instrument.storage.run_search import find_runs
@@ -29,15 +28,10 @@ from instrument.storage.run_search import find_runs
 
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("upload")
-    parser.add_argument(
-        "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
-    )
-    parser.add_argument(
-        "remote",
-        metavar="REMOTE",
-        nargs="?",
-        help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)",
-    )
+    text = "the folder of a run, or a folder that contains several runs"
+    parser.add_argument("run", metavar="RUN", type=Path, help=text)
+    text = "the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)"
+    parser.add_argument("remote", metavar="REMOTE", nargs="?", help=text)
     return parser
 
 

@@ -20,7 +20,6 @@ from ..config.hydra_internals import BASIC_SWEEPER
 from ..errors import ConfigError, InstrumentError, Problem
 from ..storage.folder_snapshot import Snapshot
 from ..storage.lock import FolderLock
-from ..storage.remote_errors import safe_message
 from ..storage.remote_folder import (
     REMOTE_KEY,
     SWEEP_RECORD,
@@ -28,6 +27,7 @@ from ..storage.remote_folder import (
     check_is_local,
     check_no_secret,
     check_remote,
+    safe_message,
 )
 from ..storage.run_folder import check_writable, create_free_folder
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors
@@ -77,7 +77,9 @@ class HydraCallback(Callback):
         if cls.snapshot is None or cls.snapshot.has_new_run():
             return False
         if cls.sweep_folder is not None:
-            remove_uploaded_record(Sweep(cls.sweep_folder).address)
+            if (address := Sweep(cls.sweep_folder).address) is not None:
+                with suppress(Exception):  # The failed upload has already been reported.
+                    RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)
             print(f"no job was started; nothing is kept in {cls.sweep_folder}", file=sys.stderr)
         snapshot = cls.snapshot
         cls.release_lock()
@@ -164,8 +166,13 @@ class HydraCallback(Callback):
             raise SystemExit(1 if has_started else ConfigError.exit_code)
         print("", *job_lines(sweep, jobs), *outcome_lines(sweep, jobs), sep="\n")
         print(f"in Python   instrument.load({str(HydraCallback.sweep_folder)!r}).runs")
+        from .. import report
+        from ..storage.run_search import report_command
+
         with _exit_on_error():
-            print(f"report      {_sweep_report(config, HydraCallback.sweep_folder)}")
+            folder, makes_report = HydraCallback.sweep_folder, config.get("report")
+            page = report.make(folder).save(folder / report.FILE) if makes_report else report_command(folder)
+            print(f"report      {page}")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Prepare the process of a job, which a launcher may have started in another folder."""
@@ -190,13 +197,6 @@ def _exit_on_error() -> Iterator[None]:
         raise SystemExit(print_error(error)) from None
 
 
-def _sweep_report(config: DictConfig, folder: Path) -> str:
-    from .. import report
-    from ..storage.run_search import report_command
-
-    return str(report.make(folder).save(folder / report.FILE)) if config.get("report") else report_command(folder)
-
-
 def set_sweep_folder(config: DictConfig, folder: Path) -> None:
     """Set the sweep folder in the configuration and in the overrides of all jobs, whose processes may run elsewhere."""
     with flag_override(config, "readonly", False):
@@ -207,8 +207,7 @@ def set_sweep_folder(config: DictConfig, folder: Path) -> None:
 def upload_record(folder: Path, address: str | None) -> None:
     """Upload the record of a sweep to the remote folder of its jobs, so that missing jobs are known there.
 
-    Raises:
-        ConfigError: The remote folder already contains a sweep. Any other error is printed as a warning.
+    Raise a ConfigError if the remote folder already contains a sweep. Any other error is printed as a warning.
     """
     if address is None:
         return
@@ -222,12 +221,6 @@ def upload_record(folder: Path, address: str | None) -> None:
         raise
     except Exception as error:  # Each storage client raises its own types. Each job tries again.
         print(f"warning: {SWEEP_RECORD} was not uploaded to {address}: {safe_message(error)}", file=sys.stderr)
-
-
-def remove_uploaded_record(address: str | None) -> None:
-    if address is not None:
-        with suppress(Exception):  # The failed upload has already been reported.
-            RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)
 
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"

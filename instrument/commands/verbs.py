@@ -64,10 +64,8 @@ EXAMPLES = """\
 
 
 def overview() -> str:
-    groups = (
-        f"{group}:\n" + "".join(f"  {verb:<12}{text}\n" for verb, text in verbs.items())
-        for group, verbs in VERBS.items()
-    )
+    lines = {name: "".join(f"  {verb:<12}{text}\n" for verb, text in verbs.items()) for name, verbs in VERBS.items()}
+    groups = (f"{name}:\n{verbs}" for name, verbs in lines.items())
     more = "instrument VERB --help describes a verb. instrument run --help lists models, datasets and hook sets.\n"
     return "\n".join(["usage: instrument VERB ARGUMENTS\n", *groups, f"Examples:\n{EXAMPLES}", more])
 

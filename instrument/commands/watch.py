@@ -38,17 +38,14 @@ MAX_PORT = 65_535
 
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("watch")
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
-    )
+    text = "the folder of a run, the folder of a sweep, or the remote address of one of them"
+    parser.add_argument("run", metavar="RUN", help=text)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print the current state and exit")
-    how.add_argument(
-        "--web", action="store_true", help="serve the report, updated while the run or the sweep is in progress"
-    )
-    parser.add_argument(
-        "--port", type=port_number, default=0, help="the port of --web on this machine (default: a free one)"
-    )
+    text = "serve the report, updated while the run or the sweep is in progress"
+    how.add_argument("--web", action="store_true", help=text)
+    text = "the port of --web on this machine (default: a free one)"
+    parser.add_argument("--port", type=port_number, default=0, help=text)
     parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
     add_json(parser)
     return parser
@@ -90,14 +87,9 @@ def port_number(text: str) -> int:
 
 
 def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., RenderableType]]:
-    """Open a run, or a sweep if the folder contains several runs or the record of a sweep.
+    """Open a run, or a sweep if the folder contains several runs or the record of a sweep; errors are those of `find_runs`.
 
-    Returns:
-        The run or the sweep, and the function that returns its state as text, given the number of lines on the screen.
-
-    Raises:
-        NoRunError: The folder does not exist or contains no run.
-        ConfigError: The address is invalid, or a package is missing.
+    Return it, and the function that returns its state as text, given the number of lines on the screen.
     """
     root, is_sweep = _find(folder)
     if is_sweep:

@@ -35,14 +35,13 @@ from ..rules.requirements import check_references, check_rules
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
-from ..storage.custom import CustomSink
 from ..storage.memory import MemorySink
 from ..storage.parquet import ParquetSink
 from ..storage.remote_folder import check_is_local
 from ..storage.run_folder import RunFolder, WorkerRunFolder
 from ..storage.run_record import config_hash
 from ..storage.run_upload import RemoteCopy
-from ..storage.tee import TeeSink
+from ..storage.tee import CustomSink, TeeSink
 from ..tables.sink_interface import Sink
 from ..training.compiler import prepare_compiled, reported_graph_breaks
 from ..training.distributed.process_group import report_dead_ranks

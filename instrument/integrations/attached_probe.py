@@ -87,7 +87,7 @@ class AttachedProbe(Probe):
 
     def _repr_html_(self) -> str | None:
         """Return the HTML representation for notebooks; None if only a custom sink has the rows."""
-        from ..analysis.notebook import to_html
+        from ..analysis.overview import to_html
 
         return to_html(self.run, "probe.run", self.coverage()) if self._files or self._folder else None
 

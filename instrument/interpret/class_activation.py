@@ -10,11 +10,10 @@ import numpy as np
 from ..analysis.features import Array, Features
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
-from ..analysis.saved_weights import saved_weights, weight_named
 from ..analysis.tensor_images import maps_in
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError, Problem
-from .recorded_layers import Recorded, positions_of
+from .recorded_layers import Recorded, positions_of, saved_weights, weight_named
 
 if TYPE_CHECKING:
     from torch import Tensor

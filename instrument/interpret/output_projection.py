@@ -11,9 +11,8 @@ import pandas as pd
 
 from ..analysis.features import Array, Features
 from ..analysis.load import Run
-from ..analysis.saved_weights import saved_weights, weight_named
 from ..errors import InstrumentError, Problem
-from .recorded_layers import TOKENS, Recorded, positions_of
+from .recorded_layers import TOKENS, Recorded, positions_of, saved_weights, weight_named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,10 +1,11 @@
-"""The recorded tensors of several layers, one array per layer, with the ids of the samples; and recorded attention maps."""
+"""The recorded tensors of several layers, one array per layer, with the ids of the samples; recorded attention maps; and saved weights."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,11 @@ from ..config.selection import SelectionError, selected_indices
 from ..errors import InstrumentError, Problem, similar_names
 from ..formatting import shorten
 from ..plot.source import check_type
+from ..storage.run_record import WEIGHTS
 from ..tables.kinds import KINDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 TOLERANCE = 0.02  # of the sum of a row of probabilities, which may be float16 or bfloat16
@@ -291,3 +296,30 @@ def _first_numbers(run: RunTables, phase: str) -> pd.Series:
 def positions_of(ids: Array, common: Array) -> Array:
     """Return the position of each common id in `ids`."""
     return pd.Index(ids).get_indexer(pd.Index(common))
+
+
+def saved_weights(run: RunTables) -> dict[str, Tensor]:
+    """Return the final weights of a run by name, in CPU memory.
+
+    A run that trained nothing, with `init_from`, has those of the run that it loaded.
+    """
+    import torch
+
+    source = (run.info.get("init_from") or {}).get("path")
+    for folder in (run.path, *([] if source is None else [Path(source)])):
+        if (folder / WEIGHTS).is_file():
+            with (folder / WEIGHTS).open("rb") as file:
+                weights: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
+            return weights
+    message = f"the run saved no weights: it has no {WEIGHTS}"
+    fix = "train with train.save=true, or pass the module or its weight"
+    raise InstrumentError(Problem("run", message, str(run.path), fix=fix))
+
+
+def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
+    """Return one of the saved weights."""
+    if name not in weights:
+        message, similar = "the saved weights have no such name", similar_names(name, weights)
+        fix = "pass the module or its weight"
+        raise InstrumentError(Problem(where, message, name, ", ".join(weights), similar, fix))
+    return weights[name]

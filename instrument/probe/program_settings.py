@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..plan.modules import Layers
-from ..storage.remote_errors import IS_SECRET
+from ..storage.remote_folder import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
 NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase, and the type is that of the module

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 
-from .checksums import DamagedFileError
+from .checksums import DamagedFileError, remote_errors
 from .parts import Part
-from .remote_files import remote_errors
 from .remote_folder import is_address
 
 try:

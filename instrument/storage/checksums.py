@@ -1,4 +1,4 @@
-"""Checksums of Parquet files, so that damage on disk is an error instead of other values.
+"""Checksums of Parquet files, so that damage on disk is an error instead of other values, and file systems that verify them.
 
 Each page has the CRC-32 of the Parquet format, which other readers can verify. It covers neither the headers of pages nor
 the footer. This package therefore adds a block in front of the footer, which Parquet readers skip:
@@ -19,13 +19,18 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 from weakref import WeakSet
 
 import pyarrow.parquet as pq
 from pyarrow import PythonFile
-from pyarrow.fs import FileInfo, FileSelector, FSSpecHandler, LocalFileSystem, PyFileSystem
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
+
+from ..errors import InstrumentError
+from .remote_folder import is_address, safe_message
 
 REMEDY = "restore the file from a copy, or repeat the run"
 """What to do about a damaged file, for messages."""
@@ -42,11 +47,7 @@ class DamagedFileError(OSError):
 
 
 def add_checksums(path: Path) -> None:
-    """Insert the block of checksums into a complete Parquet file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Insert the block of checksums into a complete Parquet file."""
     columns = column_ranges(pq.read_metadata(path))
     with open(path, "r+b") as file:
         block = b"".join(_COLUMN.pack(start, size, _checksum_of(file, start, size)) for start, size in columns)
@@ -135,11 +136,7 @@ class CheckedFile(io.RawIOBase):
         return content
 
     def verify(self, start: int, end: int, content: bytes = b"") -> None:
-        """Verify the columns that overlap a range of bytes, of which `content` is known.
-
-        Raises:
-            DamagedFileError: The content does not match its checksums.
-        """
+        """Verify the columns that overlap a range of bytes, of which `content` is known. Raise a DamagedFileError for damaged ones."""
         index = max(0, bisect_right(self._columns, (start,)) - 1)
         for position, size, checksum in self._columns[index:]:
             if position >= end:
@@ -191,11 +188,7 @@ def _wait_for_arrow() -> None:
 
 
 def open_checked(path: str) -> CheckedFile:
-    """Open a local file.
-
-    Raises:
-        DamagedFileError: Its footer does not match its checksum.
-    """
+    """Open a local file. Raise a DamagedFileError if its footer does not match its checksum."""
     return CheckedFile(open(path, "rb"))
 
 
@@ -219,3 +212,45 @@ class _LocalHandler(FSSpecHandler):  # type: ignore[misc]
 
 LOCAL_FILES = PyFileSystem(_LocalHandler(LocalFileSystem()))
 """The local file system, with files that verify what is read."""
+
+
+def arrow_files(folder: Path) -> FileSystem:
+    """Return the Arrow file system of a folder."""
+    return PyFileSystem(_RemoteHandler(cast(Any, folder).fs)) if is_address(folder) else LOCAL_FILES
+
+
+@contextmanager
+def remote_errors(location: object) -> Iterator[None]:
+    """Convert errors of a remote request to an InstrumentError, so that no connection problem is mistaken for a damaged file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # storage clients raise many types of errors
+        raise InstrumentError(f"{location} cannot be reached: {safe_message(error)}") from None
+
+
+def open_remote(files: Any, path: str) -> CheckedFile:
+    """Open a file of an fsspec file system. Raise an InstrumentError if it cannot be reached; otherwise as `open_checked`."""
+    with remote_errors(path):  # without read-ahead: readers request the needed columns in large ranges
+        file = files.open(path, mode="rb", cache_type="none")
+    return _RemoteFile(file, path)
+
+
+class _RemoteHandler(FSSpecHandler):  # type: ignore[misc]
+    """Opens remote files as checked files."""
+
+    def open_input_file(self, path: str) -> PythonFile:
+        return PythonFile(open_remote(self.fs, path), mode="r")
+
+
+class _RemoteFile(CheckedFile):
+    """A remote file whose reads raise `InstrumentError` if the connection fails."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._path = path
+        super().__init__(file)
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        with remote_errors(self._path):
+            return super()._bytes(start, end)

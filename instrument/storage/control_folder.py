@@ -75,11 +75,7 @@ class ControlFolder:
         self._listed: tuple[int, float] | None = None  # modification time of the folder, and when it was listed
 
     def messages(self) -> list[Path]:
-        """Return the files of new messages in order. Without a message, this costs one call of the system.
-
-        Raises:
-            MessageError: The folder is a link, belongs to another user, or other users can write to it.
-        """
+        """Return the files of new messages in order. Raise a MessageError unless only the user of the run can write to the folder."""
         if not os.access(self._path, os.F_OK):  # without an exception, which is slower
             return []
         try:
@@ -101,12 +97,7 @@ class ControlFolder:
         return messages
 
     def read(self, message: Path) -> list[str]:
-        """Return the changes of a message.
-
-        Raises:
-            FileNotFoundError: The sender has withdrawn it.
-            MessageError: Another user wrote it, it is not a regular file, it is too large, or it is malformed.
-        """
+        """Return the changes of a message. Raise a FileNotFoundError if it was withdrawn, and a MessageError if it cannot be accepted."""
         try:
             descriptor = os.open(message, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -150,10 +141,7 @@ class ControlFolder:
         (self.folder / LOG).unlink(missing_ok=True)
 
     def recorded(self) -> list[tuple[int, list[str]]]:
-        """Return the logged changes with the number of completed steps, in the order of the steps.
-
-        An incomplete line, from a process that was killed, is ignored.
-        """
+        """Return the logged changes with the number of completed steps, in order, without an incomplete line of a killed process."""
         changes = []
         with suppress(FileNotFoundError):
             for line in (self.folder / LOG).read_text().splitlines():

@@ -82,11 +82,7 @@ class ReplacedRun:
         self._is_set_aside = False
 
     def set_aside(self, where: str) -> None:
-        """Move the files of the run to a hidden subfolder.
-
-        Raises:
-            ConfigError: The folder contains no run of this package, a process writes to it, or it cannot be written.
-        """
+        """Move the files of the run to a hidden subfolder. Raise a ConfigError if it is in progress, or not a run of this package."""
         check_is_local(self.folder, where)
         if not (self.folder / "run.json").exists():
             _move(self._aside, self.folder)  # the files of a run, if a process was killed between both runs

@@ -26,11 +26,7 @@ _AT = {table: index * PAIR.size for index, table in enumerate(TABLES)}
 
 
 class RowCounts:
-    """The row count file of one process. An existing one is overwritten.
-
-    Raises:
-        OSError: From all methods: the file cannot be written.
-    """
+    """The row count file of one process. An existing one is overwritten. All methods raise an OSError if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -21,12 +21,7 @@ def can_stack(first: pa.RecordBatch) -> bool:
 
 
 def stack(first: pa.RecordBatch, bodies: Sequence[pa.Buffer]) -> pa.RecordBatch:
-    """Return the rows of messages with the same metadata and schema.
-
-    Args:
-        first: The rows of the first message, which refer to its body.
-        bodies: The bodies of all messages.
-    """
+    """Return the rows of messages with the same metadata and schema. `first`: the rows of the first one, which refer to its body."""
     if len(bodies) == 1:
         return first
     content = np.stack([np.frombuffer(body, np.uint8) for body in bodies])

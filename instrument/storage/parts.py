@@ -1,7 +1,7 @@
 """The files of a run: Parquet parts, one folder per table, and journals with the rows that are in no part yet.
 
     stats/part-0000-000000.parquet           rank, number
-    stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.storage.compaction
+    stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.storage.maintenance
     blocks/block-0000-000000.raw             the bytes of recorded tensors, see instrument.storage.blocks
     journal/stats-0000-000008.arrows         the rows of the future part 8
     journal/stats-0000-000008.tmp            part 8 while it is being written
@@ -215,9 +215,6 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
 
     Returns:
         The content of the journal, with a message about unreadable data.
-
-    Raises:
-        OSError: The part cannot be written. The journal is kept unchanged.
     """
     journal = part.journal(folder, table.name)
     reading = read_journal(table, journal, exclusive=True)
@@ -237,12 +234,9 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
 
 
 def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
-    """Remove everything that one process wrote after each table had a certain number of parts.
+    """Remove the parts, journals and temporary files that one process wrote after each table had a certain number of parts.
 
-    Removed are later parts, journals, and temporary files.
-
-    Raises:
-        OSError: A file cannot be removed, or a merged part contains rows to keep and rows to remove.
+    Raise an OSError if a merged part contains rows to keep and rows to remove.
     """
     # Removed first: as long as it exists, missing journals are reported.
     row_counts_of(folder, rank).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Remote folders at an address such as `s3://bucket/prefix`, for every protocol of fsspec.
+"""Remote folders at an address such as `s3://bucket/prefix`, for every protocol of fsspec, and the errors of their clients.
 
 Credentials come from the environment and from the fsspec configuration. Addresses must not contain any, since they are
 written to files and logs.
@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import random
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, InstrumentError, Problem, first_line
 from ..fields.pip_extras import pip_command
-from .remote_errors import CREDENTIALS, safe_message, without_secrets
 
 # Object stores replace files atomically. Elsewhere, a file is uploaded under a temporary name and moved.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"})
-EXTRAS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-}  # by protocol; others require fsspec and their own package
+# By protocol; others require fsspec and their own package.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 SWEEP_RECORD = "multirun.yaml"  # Hydra's record of a sweep, in the folder that contains its jobs
 REMOTE_KEY = "sink.remote"  # the config key of a run's remote folder
 READ_AHEAD_BYTES = 2**18  # bytes to read ahead: about the size of one column of a row group
@@ -35,37 +32,31 @@ LOCAL_FOLDER_ONLY = "the folder of a run must be local; it can be uploaded to a 
 MAX_CONCURRENCY = 2  # the number of pieces of 50 MB of a large file in memory
 
 CLIENTS = (
-    "adlfs",
-    "aiobotocore",
-    "aiohttp",
-    "azure",
-    "boto3",
-    "botocore",
-    "fsspec",
-    "gcsfs",
-    "google",
-    "paramiko",
-    "s3fs",
+    *("adlfs", "aiobotocore", "aiohttp", "azure", "boto3", "botocore"),
+    *("fsspec", "gcsfs", "google", "paramiko", "s3fs"),
 )
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # an address after pathlib has changed it
 _SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
+CREDENTIALS = "set credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in the fsspec configuration"
+NO_CREDENTIALS = (
+    *("NoCredentialsError", "PartialCredentialsError"),  # of AWS
+    *("DefaultCredentialsError", "ClientAuthenticationError"),  # of Google and Azure
+)
+MAX_LETTERS = 300  # of a message
+MIN_SECRET_LENGTH = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
+IS_SECRET = re.compile(
+    r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
+)
 
 
 def is_address(path: object) -> bool:
-    """Return whether a folder is given by an address, not by a path.
-
-    Also true for `s3:/bucket`, which pathlib makes of one.
-    """
+    """Return whether a folder is given by an address, not by a path. Also true for `s3:/bucket`, which pathlib makes of one."""
     return "://" in str(path) or _COLLAPSED.match(str(path)) is not None
 
 
 def check_address(address: str, where: str) -> None:
-    """Check that an address is valid and contains no credentials.
-
-    Raises:
-        ConfigError: It is invalid. The message does not repeat an address with credentials.
-    """
+    """Raise a ConfigError, which does not repeat credentials, unless an address is valid and contains none."""
     from fsspec.registry import available_protocols
 
     check_no_secret(address, where)
@@ -77,11 +68,7 @@ def check_address(address: str, where: str) -> None:
 
 
 def check_no_secret(text: str, where: str) -> None:
-    """Refuse an address that contains credentials, without repeating it.
-
-    Raises:
-        ConfigError: There are credentials.
-    """
+    """Raise a ConfigError for an address that contains credentials, without repeating it."""
     if _SECRET.search(text):
         message = "the address must not contain a password, key or query, because it is written to run.json and logs"
         raise ConfigError(Problem(where, message, allowed=ALLOWED, fix=CREDENTIALS))
@@ -90,8 +77,7 @@ def check_no_secret(text: str, where: str) -> None:
 def filesystem(address: str, where: str) -> tuple[Any, str]:
     """Return the fsspec file system of an address and the path of the folder in it.
 
-    Raises:
-        ConfigError: The address is invalid, or a package is missing.
+    Raise a ConfigError if the address is invalid, or a package is missing.
     """
     try:
         import fsspec
@@ -116,11 +102,7 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
 
 
 def check_remote(remote: str | None, where: str = REMOTE_KEY) -> None:
-    """Check that a remote folder can be used, before its address is written to any file. None is allowed.
-
-    Raises:
-        ConfigError: The address is invalid or contains credentials, or a package is missing.
-    """
+    """Raise a ConfigError unless a remote folder can be used, before its address is written to any file. None is allowed."""
     if remote is not None:
         filesystem(remote, where)
 
@@ -147,8 +129,7 @@ def _options(protocol: str) -> dict[str, Any]:
 def folder_at(path: str | Path, where: str = "") -> Path:
     """Return a folder to read from, by its path or its address. A remote folder has the interface of pathlib.
 
-    Raises:
-        ConfigError: The address is invalid, or a package is missing.
+    Raise a ConfigError if the address is invalid, or a package is missing.
     """
     address = str(path)
     if not is_address(address):
@@ -165,12 +146,9 @@ def folder_at(path: str | Path, where: str = "") -> Path:
 
 
 def open_folder(path: str | Path) -> Path:
-    """Return a folder to read from, as `folder_at` does.
+    """Return a folder as `folder_at` does. Of a remote folder, the cached listing is discarded and all files are listed in one call.
 
-    Of a remote folder, the cached listing is discarded and all files are listed in one call.
-
-    Raises:
-        InstrumentError: The address is invalid, a package is missing, or the service does not answer or does not allow reading.
+    Raise an InstrumentError also if the service does not answer or does not allow reading.
     """
     folder = folder_at(path)
     if is_address(folder):
@@ -287,14 +265,39 @@ def check_is_local(
     *,
     fix: str = f"set {REMOTE_KEY}=protocol://bucket/folder",
 ) -> None:
-    """Refuse an address where a local folder is required.
-
-    Raises:
-        ConfigError: It is an address.
-    """
+    """Raise a ConfigError for an address where a local folder is required."""
     if is_address(path):
         raise ConfigError(Problem(where, message, fix=fix))
 
 
 class UploadError(InstrumentError):
     """A remote folder contains files of another run. They are not overwritten."""
+
+
+def safe_message(error: Exception) -> str:
+    """Return the first line of an error message without credentials."""
+    return f"{type(error).__name__}: {without_secrets(first_line(error))}"[:MAX_LETTERS]
+
+
+def without_secrets(text: str) -> str:
+    """Replace the credentials of addresses, query strings, and values that the environment or the fsspec configuration names as secrets."""
+    secrets = {value for name, value in os.environ.items() if IS_SECRET.search(name)}
+    if (fsspec := sys.modules.get("fsspec")) is not None:
+        settings = [*fsspec.config.conf.items()]
+        while settings:
+            name, value = settings.pop()
+            if isinstance(value, Mapping):
+                settings += value.items()
+            elif IS_SECRET.search(str(name)):
+                secrets.add(str(value))
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***") if len(secret) >= MIN_SECRET_LENGTH else text
+    return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//([^/@\s\"']*|[^@\s\"']*:[^@\s\"']*)@", "//", text))
+
+
+def permanent_error_hint(error: Exception) -> str | None:
+    """Return how to fix an error that is permanent; None if the error may be temporary."""
+    name, code = type(error).__name__, str(getattr(error, "code", ""))
+    if name in ("PermissionError", *NO_CREDENTIALS) or code in ("401", "403") or "Forbidden" in str(error):
+        return CREDENTIALS
+    return {"FileNotFoundError": "use an existing bucket or container", "UploadError": "use another address"}.get(name)

@@ -16,8 +16,7 @@ from pathlib import Path
 from ..tables.schemas import TABLES
 from .lock import LOCK
 from .parts import JOURNALS, block_files, files_after, part_files, written_parts
-from .remote_errors import safe_message
-from .remote_folder import RemoteFolder, UploadError, folder_at
+from .remote_folder import RemoteFolder, UploadError, folder_at, safe_message
 
 RECORD = "run.json"
 ATTEMPTS = 3  # attempts per file; then a warning is logged, and at the end the file is skipped
@@ -36,16 +35,13 @@ class TransferResult:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """Yield the files of a run that are sent, run.json last. Journals, locks and temporary files are excluded.
-
-    In a folder without rank 0, run.json is a copy, which is excluded too.
-    """
+    """Yield the files of a run that are sent, run.json last. Excluded are journals, locks, temporary files, and a copy of run.json."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         is_excluded = name == RECORD or name.startswith((LOCK, f"{JOURNALS}/")) or name.endswith(".tmp")
         if file.is_file() and not is_excluded:
             yield name
-    if "rank" not in json.loads((folder / RECORD).read_text()):
+    if "rank" not in json.loads((folder / RECORD).read_text()):  # the copy in a folder without rank 0 has it
         yield RECORD
 
 
@@ -68,21 +64,13 @@ def is_same_run(folder: Path, remote: RemoteFolder) -> bool | None:
 
 
 def check_same_run(folder: Path, remote: RemoteFolder) -> None:
-    """Check that a remote folder is empty or contains the same run.
-
-    Raises:
-        UploadError: It contains another run.
-    """
+    """Raise an UploadError if a remote folder contains another run."""
     if is_same_run(folder, remote) is False:
         raise UploadError(f"{remote.address} already contains another run, and runs are never overwritten")
 
 
 def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = None) -> TransferResult:
-    """Send all files that do not exist in the remote folder. Add to an earlier result, if there is one.
-
-    Raises:
-        UploadError: The remote folder contains another run.
-    """
+    """Send all files that the remote folder lacks. Add to an earlier result. Raise an UploadError for a folder of another run."""
     sent = TransferResult() if sent is None else sent
     check_same_run(folder, remote)
     remote_sizes = remote.sizes()

@@ -31,11 +31,7 @@ def as_batch(table: Table, *groups: Sequence[tuple[Any, ...]]) -> pa.RecordBatch
 
 
 def with_positions(table: Table, batch: pa.RecordBatch, rows: int | None = None) -> pa.RecordBatch:
-    """Add the position of each row within a batch, if the files of the table have it.
-
-    Args:
-        rows: The number of rows of each of the batches that this one consists of. Default: it is one batch.
-    """
+    """Add the position of each row within a batch, or within each of several batches of `rows` rows, if the files have it."""
     if not table.is_sorted:
         return batch
     positions = pa.array(np.arange(batch.num_rows, dtype=np.int32) % (rows or batch.num_rows or 1))

@@ -19,7 +19,7 @@ from ..errors import InstrumentWarning, first_line
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import DEFAULT, STATISTICS
 from .blocks import BlockReader, Bytes, Place, binary_of, read_in_threads
-from .checksums import REMEDY
+from .checksums import REMEDY, arrow_files, remote_errors
 from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
 from .parts import (
@@ -35,7 +35,6 @@ from .parts import (
     read_journal,
     rows_written,
 )
-from .remote_files import arrow_files, remote_errors
 from .remote_folder import arrow_name, is_address, moved_to
 from .row_batches import as_table
 
@@ -52,9 +51,8 @@ OPTIONAL_COLUMNS = {
     *(name for name in STATISTICS if name not in DEFAULT),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""
-SMALL_TENSOR = (
-    2**16
-)  # bytes up to which the values of several tensors are copied together, since each chunk of a column takes time
+# Bytes up to which the values of several tensors are copied together, since each chunk of a column takes time.
+SMALL_TENSOR = 2**16
 OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
@@ -88,13 +86,7 @@ class RunFiles:
         self._valid_files: set[Path] = set()
 
     def info(self) -> dict[str, Any]:
-        """Return the content of run.json as far as it can be read.
-
-        If the status is `running` but the process on this machine is gone, the returned status is `killed`.
-
-        Raises:
-            InstrumentError: The folder is remote and cannot be reached.
-        """
+        """Return the content of run.json as far as it can be read, with the status `killed` if its process on this machine is gone."""
         path = self.folder / "run.json"
         try:
             with remote_errors(path) if self._is_remote else nullcontext():
@@ -154,8 +146,7 @@ class RunFiles:
     def check_footers(self, name: str) -> None:
         """Read the footers of all Parquet files of a table; damaged and incompatible files are no longer listed.
 
-        Raises:
-            FileNotFoundError: A file was deleted in the meantime.
+        Raise a FileNotFoundError if a file was deleted in the meantime.
         """
         for file in [file for file in self._parts(name).values() if file not in self._valid_files]:
             with self.errors_reported(file, skip=True):
@@ -167,21 +158,14 @@ class RunFiles:
                     self._valid_files.add(file)
 
     def lacks_columns(self, file: Path, name: str) -> bool:
-        """Return whether a file was written by an earlier version, without some of the current columns.
-
-        The result is False if the file cannot be read; other problems are found when it is read.
-        """
+        """Return whether a file was written by an earlier version, without some of the current columns; False if it is unreadable."""
         try:
             return not OPTIONAL_COLUMNS.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
         except UNREADABLE:
             return False
 
     def check_contents(self, name: str) -> None:
-        """Read all Parquet files of a table completely; files with damaged contents are no longer listed.
-
-        Raises:
-            FileNotFoundError: A file was deleted in the meantime.
-        """
+        """Read all Parquet files of a table completely, as `check_footers`; files with damaged contents are no longer listed."""
         for file in self._parts(name).values():
             with self.errors_reported(file, skip=True):
                 for _ in self._opened(file).to_batches():
@@ -224,11 +208,7 @@ class RunFiles:
         return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
 
     def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:
-        """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime.
-
-        Raises:
-            FileNotFoundError: A file was deleted without being merged.
-        """
+        """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime."""
         while True:
             before = part_files(self.folder, name)
             try:
@@ -245,9 +225,9 @@ class RunFiles:
                 count += piece.count_rows()
         return count
 
-    def report_skipped(self, table: str, what: str) -> None:
-        """Add data that a reader cannot handle to the problems."""
-        self._problem(self.folder / table, f"{what}: skipped")
+    def report_skipped(self, what: str) -> None:
+        """Add recorded tensors that a reader cannot handle to the problems."""
+        self._problem(self.folder / "tensors", f"{what}: skipped")
 
     def _read(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         self.check_footers(table.name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +20,6 @@ from ..runtime.deferred_interrupts import interrupt_behind, uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import REMOTE_KEY, check_is_local
-from .run_announcement import RunAnnouncement
 from .run_record import (
     PACKAGES,
     Status,
@@ -29,14 +31,12 @@ from .run_record import (
 )
 
 RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
+VISIBLE_TIMEOUT = 5.0  # seconds after which a network file system shows a new file on all machines
+_runs = count()  # The n-th run of a process has the same number in all processes.
 
 
 def create_free_folder(folder: Path, where: str) -> None:
-    """Create the folder of a new run, and check that it is free. A run never overwrites another run.
-
-    Raises:
-        ConfigError: The folder contains a run, is a remote address, or cannot be created or written.
-    """
+    """Create the folder of a new run. Raise a ConfigError if it contains a run, is a remote address, or cannot be written."""
     check_is_local(folder, where)
     if (folder / "run.json").exists():
         message = "the folder already contains a run"
@@ -59,17 +59,65 @@ def check_writable(folder: Path, where: str) -> None:
 
 
 def check_process_count(record: Mapping[str, Any], present: int, where: str, command: str) -> None:
-    """Check that a run is resumed or repeated with the same number of processes.
-
-    Raises:
-        ConfigError: The number is different.
-    """
+    """Raise a ConfigError unless a run is resumed or repeated with the same number of processes."""
     count = record.get("ranks", 1)
     if count != present:
         many = "one process" if count == 1 else f"{count} processes"
         program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
         message = f"the run was started with {many}, and the same number is required"
         raise ConfigError(Problem(where, message, given=present, allowed=str(count), fix=f"run {program} -m {command}"))
+
+
+class RunAnnouncement:
+    """The announcement of the folder of a run by rank 0, through the store of the process group.
+
+    The processes are on several machines, whose folders of the run may be the same one (a shared file system) or not. Each process
+    creates an announcement, at the same point of the program.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed import distributed_c10d  # only runs with several processes import PyTorch here
+
+        self._run = f"instrument/{next(_runs)}"
+        self._store = distributed_c10d._get_default_store()
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Announce on rank 0 that the run has begun, with the content of its run.json."""
+        self._store.set(f"{self._run}/begun", json.dumps([socket.gethostname(), record], default=str))
+
+    def receive(self, timeout: float) -> tuple[str, dict[str, Any]] | None:
+        """Return the host of rank 0 and the content of its run.json; None after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self._store.check([f"{self._run}/begun"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)  # unlike `wait` of the store, this ends at Ctrl-C
+        host, record = json.loads(self._store.get(f"{self._run}/begun"))
+        return host, record
+
+    def check_shared(self, folder: Path, host: str, record: Mapping[str, Any]) -> bool:
+        """Return whether rank 0 on `host`, which announced `record`, uses this folder, and tell rank 0 if it does not."""
+        deadline = time.monotonic() + (0.0 if host == socket.gethostname() else VISIBLE_TIMEOUT)
+        while not (is_shared := is_locked(folder) or _has_ended(folder, record)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not is_shared:
+            self._store.set(f"{self._run}/separate", "")
+        return is_shared
+
+    @property
+    def has_separate_folders(self) -> bool:
+        """Whether a process does not share the folder of rank 0. False if the store is gone."""
+        with suppress(RuntimeError):
+            return bool(self._store.check([f"{self._run}/separate"]))
+        return False
+
+
+def _has_ended(folder: Path, record: Mapping[str, Any]) -> bool:
+    """Return whether a folder has the run of this record; rank 0 unlocks it at the end, maybe before another process begins."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "run.json").read_text())
+        return "rank" not in found and all(found.get(key) == record.get(key) for key in ("started", "resumed"))
+    return False
 
 
 class DiscardedRunError(Exception):
@@ -124,18 +172,14 @@ class RunFolder:
                 message = "another process has just started a run in this folder"
                 raise ConfigError(Problem(where, message, given=str(path)))
             create_free_folder(path, where)  # A run may have started and ended since the first check.
-            versions = {name: installed_version(name) for name in PACKAGES}
+            versions = {"python": platform.python_version(), "instrument": installed_version(DISTRIBUTION)}
             self.record = {
                 "status": "running",
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 "ended": None,
                 "error": None,
                 **record,
-                "versions": {
-                    "python": platform.python_version(),
-                    "instrument": installed_version(DISTRIBUTION),
-                    **versions,
-                },
+                "versions": versions | {name: installed_version(name) for name in PACKAGES},
                 "git_revision": git_revision(),
                 "command": sys.argv,
             }
@@ -149,11 +193,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
-        """Open the folder of a stopped run, to resume the run.
-
-        Raises:
-            ConfigError: The folder contains no run, the run is complete, or a process still writes to the folder.
-        """
+        """Open the folder of a stopped run. Raise a ConfigError if it has no run, or one that is complete or in progress."""
         record = read_record(path, "resume")
         if record["status"] == "done":
             raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))
@@ -247,9 +287,7 @@ class RunFolder:
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
         """Write the final status to run.json and release the lock, unless the run has ended.
 
-        Args:
-            error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
-                writing run.json. Default: None.
+        An exception that ended the run takes precedence over an error in writing run.json.
         """
         with uninterrupted():
             if not self._lock.is_held:

@@ -18,6 +18,7 @@ from ..errors import ConfigError, Problem
 REQUIRED = ("versions", "hardware", "data")
 DECISIVE_VERSIONS = ("torch", "torchvision", "numpy")
 CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
+WEIGHTS = "weights.pt"  # File in the run folder: the final state dict of the model.
 Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"]
 # Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
 PREVIOUS_ATTEMPTS = ".aside"
@@ -25,11 +26,7 @@ PACKAGES = ("torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", 
 
 
 def read_record(path: Path, where: str) -> dict[str, Any]:
-    """Read the run.json of a folder.
-
-    Raises:
-        ConfigError: The file does not exist, is not JSON, or was not written by this package.
-    """
+    """Read the run.json of a folder. Raise a ConfigError if it does not exist, is not JSON, or was not written by this package."""
     try:
         record = json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:

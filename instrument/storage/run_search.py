@@ -24,7 +24,7 @@ class NoRunError(InstrumentError):
 
 
 def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
-    """Return the opened folder, and the folders of the runs: itself, or all below it in natural order.
+    """Return the opened folder, see `open_folder`, and the folders of the runs: itself, or all below it in natural order.
 
     Raises:
         NoRunError: The folder does not exist or contains no run.
@@ -45,9 +45,7 @@ def _runs_below(root: Path) -> Iterator[Path]:
     """Yield the folders of runs; folders of tables and folders whose name begins with a dot are skipped."""
     if is_address(root):
         run_folders = (file.parent for file in root.rglob(RUN_FILE))
-        yield from (
-            folder for folder in run_folders if not any(part.startswith(".") for part in folder.relative_to(root).parts)
-        )
+        yield from (each for each in run_folders if not any(part[:1] == "." for part in each.relative_to(root).parts))
         return
     for above, folders, files in os.walk(root):
         is_run = RUN_FILE in files
@@ -59,9 +57,6 @@ def _runs_below(root: Path) -> Iterator[Path]:
 
 
 def report_command(folder: Path) -> str:
-    """Return the command that writes the report of a run or a sweep.
-
-    The report of a remote run is written to the current directory.
-    """
+    """Return the command that writes the report of a run or a sweep, of a remote one to the current directory."""
     out = f" --out {REPORT_FILE}" if is_address(folder) else ""
     return f"python -m instrument.report {shlex.quote(str(folder))}{out}"

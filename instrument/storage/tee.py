@@ -1,18 +1,22 @@
-"""A sink that passes rows to several sinks: one main sink, and others that may fail."""
+"""Sinks around other sinks: one that passes rows to several, of which some may fail, and one around a custom sink."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import SinkError
+from ..errors import ConfigError, Problem, SinkError, user_code_location
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
 from ..values.dtensor import own_rank
+from ..values.int8_rows import rounded
 from .parquet import warn
+
+METHODS = ("write", "keep", "end_step", "close")
 
 
 class TeeSink:
@@ -93,3 +97,57 @@ class TeeSink:
         message = f"{failed}; {name} receives no more data, the run continues, and Parquet has every row"
         self.report(message)
         self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning", None, None, None)])
+
+
+class CustomSink:
+    """Passes everything to a custom sink. After an exception of the sink, only `close` is called.
+
+    Raises:
+        ConfigError: It is a class, or lacks a method of `instrument.Sink`.
+        SinkError: From all methods: the custom sink raised an exception, or returned an invalid value.
+    """
+
+    def __init__(self, sink: Any, where: str) -> None:
+        self.name = type(sink).__qualname__
+        if isinstance(sink, type):
+            message = "a sink must be an instance, but this is a class"
+            raise ConfigError(Problem(where, message, given=sink.__qualname__, fix=f"pass {sink.__qualname__}(...)"))
+        if missing := [name for name in METHODS if not callable(getattr(sink, name, None))]:
+            message = f"a sink requires the methods {', '.join(METHODS)}; {self.name} has no {' and no '.join(missing)}"
+            raise ConfigError(Problem(where, message, given=self.name))
+        self._sink: Sink = sink
+        self._has_failed = False
+
+    def write(self, table: str, rows: Sequence[Row]) -> None:
+        self._call("write", table, rows)
+
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
+        stored: int | None = self._call("keep", key, source_shape, *rounded(tensor, dtype))
+        return stored
+
+    def end_step(self) -> None:
+        self._call("end_step")
+
+    def close(self) -> None:
+        """Close the sink, also after an exception."""
+        if self._has_failed:
+            with suppress(Exception):  # its failure is reported already
+                self._sink.close()
+        else:
+            self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._has_failed:
+            return None
+        try:
+            result = getattr(self._sink, method)(*arguments)
+            if method == "keep" and not (result is None or isinstance(result, int)):
+                kind = type(result).__name__
+                raise TypeError(f"must return the size in bytes, or None for a dropped tensor, but returned {kind}")
+            return result
+        except Exception as error:
+            self._has_failed = True
+            location = user_code_location(error)
+            raise SinkError(f"{self.name}.{method} failed: {type(error).__name__}: {error}{location}") from error

@@ -32,18 +32,71 @@ from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
 from ..values.int8_rows import NAME, int8_rows
 from .blocks import BLOCK_BYTES, NO_PLACE, BlockWriter, binary_of
-from .buffer_pool import CHECK_SECONDS, Pool
 from .parts import ROW_GROUP_BYTES
 from .row_batches import as_table
 from .table_writer import TableWriter
 
 POOL_BYTES = 256 * 2**20
+# In bytes. Sizes are rounded up to it, so that tensors of similar size reuse the same buffers.
+SIZE_STEP = 4096
+CHECK_SECONDS = 0.5  # seconds between two checks while waiting for a buffer
 
 # Dtypes that float32 represents exactly. All others are stored as bytes.
 FITS_FLOAT32 = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 )
+
+
+class Pool:
+    """Byte buffers with a limit on the total size of used and idle ones.
+
+    A tensor larger than the limit gets a buffer as soon as no other one is in use.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._idle: dict[tuple[int, bool], list[Tensor]] = {}
+        self._idle_bytes = 0
+        self._lock = threading.Lock()  # a signal cannot arrive between the acquisition of a plain lock and its block
+        self._changed = threading.Condition(self._lock)
+
+    def take(self, size: int, *, pinned: bool, wait: Callable[[], None] | None) -> Tensor | None:
+        """Return a buffer of at least `size` bytes, dtype uint8.
+
+        Until one is available, `wait` is called repeatedly, and may raise an exception. Without `wait`, the result is then None.
+        """
+        size = max(1, -(-size // SIZE_STEP)) * SIZE_STEP
+        with self._lock:
+            while self.used and self.used + size > self.limit:
+                if wait is None:
+                    return None
+                wait()
+                self._changed.wait(CHECK_SECONDS)
+            self.used += size
+            buffers = self._idle.get((size, pinned))
+            if buffers:
+                self._idle_bytes -= size
+                return buffers.pop()
+            while self._idle_bytes and self.used + self._idle_bytes > self.limit:
+                key = next(iter(self._idle))  # the size that has been unused the longest
+                self._idle[key].pop()
+                self._idle_bytes -= key[0]
+                if not self._idle[key]:
+                    del self._idle[key]
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool."""
+        size = buffer.numel()
+        with self._lock:
+            self.used -= size
+            if self.used + self._idle_bytes + size <= self.limit:
+                self._idle.setdefault((size, buffer.is_pinned()), []).append(buffer)
+                self._idle_bytes += size
+            self._changed.notify_all()
 
 
 class CopiedTensor(NamedTuple):
@@ -57,7 +110,10 @@ class CopiedTensor(NamedTuple):
 
 
 class TensorWriter:
-    """Copies tensors and writes them in a thread. The options are those of `instrument.storage.parquet.ParquetSink`."""
+    """Copies tensors and writes them in a thread. The options are those of `instrument.storage.parquet.ParquetSink`.
+
+    All methods raise an OSError if the thread could not write.
+    """
 
     def __init__(
         self, writer: TableWriter, *, tensors: Literal["list", "bytes"] | None, when_full: Literal["wait", "drop"]
@@ -80,14 +136,8 @@ class TensorWriter:
         self._part: pq.ParquetWriter | None = None
         self._end_of_part = ExitStack()
 
-    # ------------------------------------------------------------------------------------------------ the hook's side
-
     def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
-        """Write a tensor, or copy it and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped.
-
-        Raises:
-            OSError: An earlier tensor could not be written.
-        """
+        """Write a tensor, or copy it and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped."""
         self.check()
         as_list = self.tensors == "list" or (self.tensors is None and dtype is None)
         shape, name = list(tensor.shape), None
@@ -124,11 +174,7 @@ class TensorWriter:
                 raise OSError(f"the GPU could not copy a recorded tensor: {error}") from error
 
     def end_step(self, *, wait: bool = False) -> None:
-        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying.
-
-        Raises:
-            OSError: They could not be written.
-        """
+        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying."""
         if self._copying:
             self._pass_on(wait=wait)
         if self._thread is not None:
@@ -151,11 +197,7 @@ class TensorWriter:
             self._block = None
 
     def check(self) -> None:
-        """Raise the exception of the thread, if there is one.
-
-        Raises:
-            OSError: The thread could not write.
-        """
+        """Raise the exception of the thread, if there is one, as an OSError."""
         if self.error is not None:
             problem = f"{type(self.error).__name__}: {self.error}"
             raise self.error if isinstance(self.error, OSError) else OSError(f"the tensor writer failed: {problem}")
@@ -172,7 +214,7 @@ class TensorWriter:
                 self._thread.start()
         self._tasks.put(task)
 
-    # ------------------------------------------------------------------------------------------------ the thread's side
+    # The methods below run in the thread, if it has started.
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

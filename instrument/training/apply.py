@@ -120,9 +120,18 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
         case WrapSpec():
             _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
         case SetSpec():
-            _set(spec, layer, where)
+            if not hasattr(layer.module, spec.attribute):
+                close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
+                message = f"layer {layer.label!r} ({layer.type}) has no such attribute"
+                raise ConfigError(Problem(f"{where}.attribute", message, given=spec.attribute, similar=close))
+            setattr(layer.module, spec.attribute, spec.value)
         case AddParameterSpec():
-            _add_parameter(spec, layer, where)
+            owned, name = layer.module._parameters, spec.parameter
+            if getattr(layer.module, name, None) is not None or (hasattr(layer.module, name) and name not in owned):
+                message = f"layer {layer.label!r} ({layer.type}) already has this attribute"
+                raise ConfigError(Problem(f"{where}.parameter", message, given=name))
+            device = next((each.device for each in layer.module.parameters()), None)
+            layer.module.register_parameter(name, Parameter(torch.full(spec.shape, spec.value, device=device)))
         case ApplyCallSpec():
             locate(spec.fn.target, f"{where}.fn")(layer.module, layer.name, **(spec.fn.model_extra or {}))
     return 1
@@ -135,25 +144,6 @@ def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) ->
         for key, child in parent.module._modules.items():
             if child is layer.module and parent.module is not new:
                 parent.module._modules[key] = new
-
-
-def _set(spec: SetSpec, layer: Layer, where: str) -> None:
-    if not hasattr(layer.module, spec.attribute):
-        close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
-        message = f"layer {layer.label!r} ({layer.type}) has no such attribute"
-        raise ConfigError(Problem(f"{where}.attribute", message, given=spec.attribute, similar=close))
-    setattr(layer.module, spec.attribute, spec.value)
-
-
-def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:
-    if getattr(layer.module, spec.parameter, None) is not None or (
-        hasattr(layer.module, spec.parameter) and spec.parameter not in layer.module._parameters
-    ):
-        message = f"layer {layer.label!r} ({layer.type}) already has this attribute"
-        raise ConfigError(Problem(f"{where}.parameter", message, given=spec.parameter))
-    existing = next(layer.module.parameters(), None)
-    device = existing.device if existing is not None else None
-    layer.module.register_parameter(spec.parameter, Parameter(torch.full(spec.shape, spec.value, device=device)))
 
 
 def build_module(target: Target, where: str, *positional: Any) -> nn.Module:

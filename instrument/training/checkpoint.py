@@ -28,12 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.saved_weights import WEIGHTS
 from ..errors import ConfigError, InstrumentError, Problem, first_line
 from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
-from ..storage.run_record import CHECKPOINTS, checkpoint_steps
+from ..storage.run_record import CHECKPOINTS, WEIGHTS, checkpoint_steps
 from ..values.dtensor import full_tensor, join_shards, own_rank, pack_shards, unpack_shards
 from .distributed.torchrun import synced_errors
 from .experiment import Experiment
@@ -93,7 +92,12 @@ class Checkpoints:
                 self.processes.wait()
             if not own_rank():
                 os.replace(temporary, path)
-                self._remove_old(probe.step)
+                saved = [earlier for earlier in checkpoint_steps(self.folder) if earlier <= probe.step]
+                kept = tuple(f"step-{each:08d}" for each in (saved if self.keep is None else saved[-self.keep :]))
+                for file in sorted(path.parent.iterdir(), key=lambda file: (len(file.name), file.name)):
+                    if not file.name.startswith(kept):
+                        with suppress(OSError):
+                            file.unlink()
 
     def load(self, rank: int = 0, step: int | None = None) -> dict[str, Any]:
         """Return the state of a process, on the CPU: after a number of completed steps, or else of the latest checkpoint.
@@ -112,14 +116,6 @@ class Checkpoints:
 
     def _file(self, step: int, rank: int) -> Path:
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
-
-    def _remove_old(self, step: int) -> None:
-        saved = [earlier for earlier in checkpoint_steps(self.folder) if earlier <= step]
-        kept = tuple(f"step-{each:08d}" for each in (saved if self.keep is None else saved[-self.keep :]))
-        for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
-            if not file.name.startswith(kept):
-                with suppress(OSError):
-                    file.unlink()
 
 
 @contextmanager
@@ -191,12 +187,8 @@ def _read(path: Path, where: str) -> dict[str, Any]:
 def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resumes: bool = True) -> None:
     """Load a checkpoint into an experiment and its probe, except for the random states (see `restore_random`).
 
-    Args:
-        resumes: Whether the probe continues the recording of the run. A replay begins a recording of its own, which may
-            have other hooks.
-
-    Raises:
-        ConfigError: The checkpoint does not match the experiment.
+    `resumes`: whether the probe continues the recording of the run. A replay begins a recording of its own, which may have other
+    hooks. Raise a ConfigError if the checkpoint does not match the experiment.
     """
     mesh = experiment.strategy.mesh
     try:

@@ -159,13 +159,10 @@ def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int 
         scope != "shard" and shape[:1].tolist() == source[:1].tolist()
         for scope, shape, source in rows[["scope", "shape", "source_shape"]].itertuples(index=False)
     )
-    sizes: dict[int, dict[int, int]] = {}
-    columns = ["step", "micro_step", "rank", "shape"]
-    distinct = rows[columns].drop_duplicates(columns[:3]).sort_values("micro_step")
-    for step, micro_step, _, shape in distinct.itertuples(index=False):
-        of_step = sizes.setdefault(step, {})
-        of_step[micro_step] = of_step.get(micro_step, 0) + (int(shape[0]) if is_known else 0)
-    return {step: [size if is_known else None for size in of_step.values()] for step, of_step in sizes.items()}
+    distinct = rows.drop_duplicates(["step", "micro_step", "rank"])
+    own = distinct["shape"].map(lambda shape: int(shape[0]) if is_known else 0)
+    sizes: Any = own.groupby([distinct["step"], distinct["micro_step"]]).sum().groupby(level="step")
+    return {step: [size if is_known else None for size in of_step.tolist()] for step, of_step in sizes}
 
 
 def _size_problems(
@@ -203,18 +200,13 @@ def _batches(sizes: Sequence[int | None]) -> str:
 def check_loss_of_parts(
     config: RunConfig, task: Task, model: nn.Module, dataset: Dataset[Any], shard: BatchShard, options: LoaderOptions
 ) -> None:
-    """Check that the loss and its gradient are the weighted mean, or the sum, of those of two parts of a batch.
+    """Raise a ConfigError unless the loss and its gradient are the weighted mean, or the sum, of those of two parts of a batch.
 
     The model is in eval mode. The check is made only with gradient accumulation or several processes. It is skipped for
     tasks whose number of terms is known or defined by the user, for losses that draw random numbers or do not exist
     in eval mode, and for custom code that fails for a part of a batch.
-
-    Raises:
-        ConfigError: The gradient would differ from that of one batch.
     """
-    reason = (
-        f"train.parallel={config.train.parallel}" if shard.size > 1 else f"train.accumulate={config.train.accumulate}"
-    )
+    key = "parallel" if shard.size > 1 else "accumulate"
     if (shard.size == 1 and config.train.accumulate == 1) or _has_known_terms(task):
         return
     device = next(model.parameters()).device
@@ -238,8 +230,9 @@ def check_loss_of_parts(
     combined: list[Any] = [sum(weighted(v, w, total) for v, w in zip(values, weights, strict=True)) for values in pairs]
     if not _are_close(results[0], combined, results):
         how = "sum" if is_sum(task) else f"mean over {'terms' if isinstance(task, CountsTerms) else 'samples'}"
+        setting = f"train.{key}={getattr(config.train, key)}"
         message = (
-            f"with {reason}, the gradient of a step would differ from that of one batch: the loss of the first batch is "
+            f"with {setting}, the gradient of a step would differ from that of one batch: the loss of the first batch is "
             f"not the {how} of the losses of its parts"
         )
         raise ConfigError(Problem("task", message, given=config.task.target, fix=_FIX))

@@ -35,16 +35,10 @@ _REPLACEMENT_ATTRIBUTE = "__dynamo_disable"  # The attribute in which PyTorch ca
 
 
 def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
-    """Prepare a model that is compiled, or will be compiled, for the attachment of hooks.
+    """Prepare a model that is or will be compiled for hooks. Return a message for the user; None if no part of it is compiled.
 
     Compiled code ignores hooks that were attached after its first call. The compiled code is therefore discarded, and
-    the model is compiled again at its next call.
-
-    Returns:
-        A message for the user; None if no part of the model is compiled.
-
-    Raises:
-        ConfigError: A part is compiled with `fullgraph=True`, and a hook cannot be part of a graph.
+    the model is compiled again at its next call. Raise a ConfigError if a hook cannot be part of a graph with `fullgraph=True`.
     """
     _guard_hooks()  # also if nothing is compiled yet
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]

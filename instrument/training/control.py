@@ -56,8 +56,7 @@ class Control:
     def end_step(self) -> bool:
         """Make the changes that are requested or, after a resume or in a replay, that were made at this step.
 
-        Returns:
-            Whether a checkpoint is requested.
+        Return whether a checkpoint is requested.
         """
         while self._logged and self._logged[0][0] <= self.probe.step:
             self._make_with_event(parse_changes(self._logged.pop(0)[1], self.settings))

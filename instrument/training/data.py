@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, default_collate
 
 from ..config.experiment import DataConfig, SliceSpec
 from ..errors import ConfigError, Problem
@@ -50,10 +50,7 @@ class Data:
 def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
     """Load the slices; that for evaluation only if the run has evaluations.
 
-    Raises:
-        ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
-            exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is
-            combined with options that require a length.
+    Raise a ConfigError if the dataset is missing without a fallback, or if its target, a slice or an option does not fit it.
     """
     fallback = None
     targets = [config.dataset] if config.fallback is None else [config.dataset, DIGITS_AS_MNIST]
@@ -73,8 +70,12 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         _slice(dataset, which, where) for (dataset, _), (where, which) in zip(loaded, slices.items(), strict=True)
     )
     test = evaluated[0] if evaluated else None
-    if isinstance(chosen, Stream) or isinstance(test, Stream):
-        _check_stream_options(config, trains_on_stream=isinstance(chosen, Stream))
+    if config.num_workers > 1 and (isinstance(chosen, Stream) or isinstance(test, Stream)):
+        message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
+        raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
+    if config.sampler is not None and isinstance(chosen, Stream):
+        message = "a sampler requires a dataset with a length, but this dataset is iterable"
+        raise ConfigError(Problem("data.sampler", message, given=config.sampler.target, allowed="null"))
     probe = None
     if test is not None and config.probe_batch is not None:
         if isinstance(test, Stream):
@@ -126,21 +127,11 @@ def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Strea
     return Stream(dataset, which.start, which.stop)  # type: ignore[arg-type]
 
 
-def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None:
-    if config.num_workers > 1:
-        message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
-        raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
-    if config.sampler is not None and trains_on_stream:
-        message = "a sampler requires a dataset with a length, but this dataset is iterable"
-        raise ConfigError(Problem("data.sampler", message, given=config.sampler.target, allowed="null"))
-
-
 def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> LoaderOptions:
     """Return how batches are loaded. `pins_memory`: whether the device reads pinned memory."""
-    options = LoaderOptions(num_workers=config.num_workers, pin_memory=config.pin_memory and pins_memory, seed=seed)
-    if config.collate_fn is None:
-        return options
-    return replace(options, collate_fn=build_callable(config.collate_fn, "data.collate_fn"))
+    given = config.collate_fn
+    collate_fn = default_collate if given is None else build_callable(given, "data.collate_fn")
+    return LoaderOptions(collate_fn, config.num_workers, config.pin_memory and pins_memory, seed)
 
 
 def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
@@ -161,16 +152,10 @@ def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
 
 
 def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[Any], str | None]:
-    """Build the dataset of a slice.
+    """Build the dataset of a slice. Return it, and the split that it was built with; None if it was built without one.
 
     The split is passed as `train=True` or `False`, or else as `split=`, if the target has this parameter and its configuration
     does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
-
-    Args:
-        where: The key of the slice: `data.slice` or `data.eval_slice`.
-
-    Returns:
-        The dataset, and the split that it was built with; None if it was built without one.
 
     Raises:
         ConfigError: The target does not exist or fails, does not accept the split, or returns something else than a dataset.
@@ -243,13 +228,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
-    """Return the indices of the samples in a slice; at least one.
+    """Return the indices of the samples in a slice. Raise a ConfigError if it is empty or cannot be applied to the dataset.
 
-    The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`,
-    `per_class`.
-
-    Raises:
-        ConfigError: The slice is empty, an index is out of range, or the dataset has no integer classes.
+    The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`, `per_class`.
     """
     size = len(dataset)  # type: ignore[arg-type]
     indices = list(range(size))

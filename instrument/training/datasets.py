@@ -165,25 +165,7 @@ def random_tensors(
     return TensorDataset(inputs, torch.randint(classes, (samples,), generator=generator))
 
 
-class Sequences(Dataset[Tensor]):
-    """Adjacent windows of a token sequence, without overlap. An incomplete last window is dropped.
-
-    Args:
-        tokens: int64, shape [T].
-        length: The number of tokens per window.
-    """
-
-    def __init__(self, tokens: Tensor, length: int) -> None:
-        self.windows = tokens[: len(tokens) // length * length].view(-1, length)
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.windows[index]
-
-
-def english(split: str, length: int = 64) -> Sequences:
+def english(split: str, length: int = 64) -> Tensor:
     """Load an English text of about 30,000 ASCII characters: the descriptions of the datasets in scikit-learn.
 
     The text is part of scikit-learn and needs no download. The last tenth is the test split.
@@ -193,7 +175,7 @@ def english(split: str, length: int = 64) -> Sequences:
         length: The number of tokens per window. Default: 64.
 
     Returns:
-        Windows of tokens, int64 [length], from 0 to 127.
+        Adjacent windows of tokens, int64 [windows, length], from 0 to 127. An incomplete last window is left out.
 
     Raises:
         DatasetMissingError: scikit-learn is not installed.
@@ -202,7 +184,8 @@ def english(split: str, length: int = 64) -> Sequences:
     text = "".join(_scikit_learn(f"descr/{name}.rst").read_text(encoding="utf-8") for name in names)
     tokens = torch.tensor(list(text.encode("ascii", "ignore")))
     border = len(tokens) * 9 // 10
-    return Sequences(tokens[:border] if _is_train(split) else tokens[border:], length)
+    chosen = tokens[:border] if _is_train(split) else tokens[border:]
+    return chosen[: len(chosen) // length * length].view(-1, length)
 
 
 def repeated_tokens(
@@ -301,7 +284,7 @@ def _different_tokens(samples: int, vocabulary: int, generator: torch.Generator)
     return torch.rand(samples, vocabulary, generator=generator).argsort(dim=1)
 
 
-class Prompts(Dataset[str | Tensor]):
+class Prompts(list[str | Tensor]):
     """Prompts for a language model. Both splits are the same.
 
     Args:
@@ -317,13 +300,7 @@ class Prompts(Dataset[str | Tensor]):
             raise ValueError("exactly one of prompts and file must be set")
         if file is not None:
             prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line]
-        self.prompts = [each if isinstance(each, str) else torch.tensor(each) for each in prompts or ()]
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __getitem__(self, index: int) -> str | Tensor:
-        return self.prompts[index]
+        super().__init__(each if isinstance(each, str) else torch.tensor(each) for each in prompts or ())
 
 
 @cache

@@ -39,9 +39,8 @@ from ..storage.table_writer import TableWriter
 from ..tables.schemas import TABLES, Table
 from ..tables.sink_interface import Row
 from .experiment import Experiment
-from .forward import forward_step
 from .loader import LoadedBatch
-from .loop import NoHooks, StepObserver, evaluate, run_probe_batch, train_step
+from .loop import NoHooks, StepObserver, evaluate, forward_step, run_probe_batch, train_step
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
 MIN_REPEATS, MAX_REPEATS = 2, 40  # Repetitions of the steps.
@@ -252,9 +251,8 @@ def _forecast(
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
         tensors = [size + ROW_BYTES for each in measured for size in each.tensor_bytes[name]]
-        rows = tensor_rows = (
-            len(tensors) // max(1, len(measured)) // micro_steps
-        )  # per step for kinds that act once in it
+        # Per step for kinds that act once in it.
+        rows = tensor_rows = len(tensors) // max(1, len(measured)) // micro_steps
         expected["tensors"][name] = sum(tensors) * due.times / micro_steps / max(1, len(measured))
         for table in TABLES_OF_ROWS:
             count = min((each.rows[table][name] for each in measured), default=0) // micro_steps

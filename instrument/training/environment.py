@@ -32,13 +32,10 @@ SAMPLES = 16  # in the hash of a slice, evenly spaced from the first to the last
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this process.
+    """Return the device of this process; raise a ConfigError if it is not available.
 
     `auto` selects the CUDA GPU if one is available. If the environment variable `LOCAL_RANK` is set, as by torchrun, it
     selects the GPU: `LOCAL_RANK` modulo the number of GPUs.
-
-    Raises:
-        ConfigError: The device is not available.
     """
     if name != "cpu" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -90,10 +87,13 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
 
 def hardware(device: torch.device) -> dict[str, str | int | None]:
     """Return the hardware, libraries and settings of this process that affect the bits of a result."""
-    is_cuda = device.type == "cuda"
+    is_cuda, lines = device.type == "cuda", list[str]()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": next(named, platform.processor()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
@@ -101,14 +101,6 @@ def hardware(device: torch.device) -> dict[str, str | int | None]:
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def code_hashes(config: Mapping[str, Any]) -> dict[str, str]:

@@ -370,11 +370,8 @@ def _infer_shapes(
         smallest, clean = trials.smallest_batch_size(phase), config.forward.from_sample
         if smallest is not None and clean is not None and smallest <= max(clean, 1):
             message = "the smallest batch lacks this clean sample or a corrupted one"
-            raise ConfigError(
-                Problem(
-                    "forward.from_sample", message, clean, f"the batch has {smallest} samples", fix=SMALLER_BATCH_FIX
-                )
-            )
+            allowed = f"the batch has {smallest} samples"
+            raise ConfigError(Problem("forward.from_sample", message, clean, allowed, fix=SMALLER_BATCH_FIX))
         if smallest is not None and smallest < batches.first.total:
             infer(phase, batches.load(smallest), is_first=False)
     return inferred, has_unused, notice

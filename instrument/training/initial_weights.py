@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..analysis.saved_weights import WEIGHTS
 from ..errors import ConfigError, Problem, first_line, raise_problems, similar_names
 from ..formatting import shorten
-from ..storage.run_record import CHECKPOINTS, checkpoint_steps, read_record
+from ..storage.run_record import CHECKPOINTS, WEIGHTS, checkpoint_steps, read_record
 from ..values.dtensor import join_shards
 
 WHERE = "init_from"
@@ -54,9 +53,8 @@ class InitialWeights:
         self.unexpected: list[str] = []
         digest = hashlib.sha256()
         for file in files:
-            with open(file, "rb") as opened:
-                while block := opened.read(1 << 20):
-                    digest.update(block)
+            with open(file, "rb", buffering=0) as opened:
+                hashlib.file_digest(opened, lambda: digest)
         self.sha256 = digest.hexdigest()
 
     def load(self, model: nn.Module) -> None:
@@ -117,9 +115,7 @@ def _files_of_run(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (steps := checkpoint_steps(folder)):
-        message = (
-            f"the run saved no weights: it has no {WEIGHTS} (train.save) and no checkpoint (train.checkpoint.every)"
-        )
+        message = f"the run saved no weights: no {WEIGHTS} (train.save) and no checkpoint (train.checkpoint.every)"
         raise ConfigError(Problem(WHERE, message, given=str(folder)))
     return sorted(
         (folder / CHECKPOINTS).glob(f"step-{steps[-1]:08d}*.pt"), key=lambda file: (len(file.name), file.name)

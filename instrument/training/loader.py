@@ -455,9 +455,8 @@ def preserved_random_states() -> Iterator[None]:
     Inside the block, the state of NumPy is undefined until it is seeded.
     """
     python, numpy, own = random.getstate(), np.random.mtrand.get_bit_generator(), torch.get_rng_state()
-    np.random.mtrand.set_bit_generator(
-        _NUMPY
-    )  # The exchange takes a microsecond; get_state and set_state take seventy.
+    # The exchange takes a microsecond; get_state and set_state take seventy.
+    np.random.mtrand.set_bit_generator(_NUMPY)
     try:
         yield
     finally:

@@ -1,20 +1,25 @@
-"""The training loop: optimizer steps, evaluations and passes of the probe batch, and the means of their metrics."""
+"""The training loop: optimizer steps, evaluations and passes of the probe batch, and the means of their metrics.
+
+In `mode: forward`, the model runs over the data without training; no parameter and no buffer changes.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InstrumentError
 from ..plan.shape_inference import without_side_effects
+from ..probe.metrics import custom_metrics_in
 from ..probe.probe import Probe
 from ..runtime.own_operations import own_collectives
 from ..tasks.base import (
@@ -36,6 +41,8 @@ from ..values.nested import to_device
 from ..values.sparse import coalesce, is_sparse
 from .experiment import Experiment
 from .loader import LoadedBatch
+
+WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,8 @@ def train(
 ) -> Mapping[str, float | None]:
     """Train to the last step, with scheduled evaluations and passes of the probe batch.
 
-    Args:
-        on_progress: Called after each step and each evaluation.
-        on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
-            Checkpoints are saved here.
-        last: The metrics of the last evaluation before a resume.
+    `on_progress` is called after each step and each evaluation; `on_step_end`, which saves checkpoints, at the end of each step with
+    the metrics of the last evaluation. `last` has those from before a resume.
     """
     last = last or {}
     report = progress_reporter(experiment, probe, on_progress)
@@ -121,9 +125,6 @@ class NoHooks:
 
     write_generated = end_micro_step = begin_micro_step
 
-    def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
-
     def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
         return {"loss": None if loss is None else loss.item()}
 
@@ -150,11 +151,8 @@ def mean_over_processes(
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | float]]:
     """Return the metrics over the batches of all processes, and the weights of the accuracy and of the custom metrics.
 
-    All processes have the same number of batches and the same metrics. For the weights of the batches, see `batch_weights`.
-
-    Returns:
-        The loss (a mean, or the sum if the losses of the task are sums), the accuracy and the custom metrics by name: scalars; None
-        for a loss or an accuracy that the task does not compute.
+    All processes have the same number of batches and the same metrics. For the weights of the batches, see `batch_weights`. The loss
+    is a mean, or the sum if the losses of the task are sums. A loss or an accuracy that the task does not compute is None.
     """
     adds_losses = is_sum(experiment.task)
     loss = WeightedMean(mean_loss(outcomes, weights), sum(weights))
@@ -235,9 +233,8 @@ def _compute_gradients(
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             if loss is None:
-                raise InstrumentError(
-                    f"task {type(experiment.task).__qualname__} returned no loss for a training batch"
-                )
+                task = type(experiment.task).__qualname__
+                raise InstrumentError(f"task {task} returned no loss for a training batch")
             part = weighted(loss, weight, total)
             experiment.scaler.scale(part).backward()
         outcomes.append(outcome)
@@ -337,8 +334,125 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     gradients = [coalesce(each).values() if is_sparse(each) else each for each in given]  # sums duplicate indices
     if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
-        norms = [
-            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
-        ]
-        return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
+        wide = ((each, torch.promote_types(each.dtype, torch.float32)) for each in gradients)
+        norms = [torch.linalg.vector_norm(each, dtype=dtype).float() for each, dtype in wide]
+        return full_tensor(torch.linalg.vector_norm(torch.stack(norms)))
     return total_norm(gradients) if gradients else None
+
+
+def run_forward(
+    experiment: Experiment,
+    probe: Probe,
+    on_progress: Callable[[Progress], None],
+    on_step_end: Callable[[Mapping[str, float | None]], None] | None = None,
+    last: Mapping[str, float | None] | None = None,
+) -> Mapping[str, float | None]:
+    """Run the model over all batches in eval mode. Each batch is a step. Afterwards, all buffers are those from before.
+
+    Args:
+        on_progress, on_step_end, last: As for `train`, with the sums over the batches so far, or before a resume.
+
+    Returns:
+        The metrics of the run: the mean `loss` and `accuracy` over all samples or terms, the `seconds` of all batches,
+        and `samples_per_second`.
+    """
+    sums = _Sums(last or {}, adds_losses=is_sum(experiment.task))
+    report = progress_reporter(experiment, probe, on_progress)
+    probe.phase = "forward"
+    points: list[float] = ((np.polynomial.legendre.leggauss(experiment.config.forward.passes)[0] + 1) / 2).tolist()
+    with without_side_effects(experiment.model, training=False):
+        for epoch, (loaded,) in experiment.batches:
+            probe.epoch = epoch
+            scale = points[epoch] if experiment.config.forward.integrate else 1.0
+            with probe.operators_of_step():
+                row, weights = forward_step(experiment, probe, loaded, scale)
+            sums.add(row, weights, loaded.total)
+            report(row, "forward")
+            if on_step_end is not None:
+                on_step_end(sums)
+            if probe.should_stop:
+                return sums.means()
+    if probe.step < experiment.batches.stop:
+        probe.event("data", f"the dataset ended after {probe.step} of at most {experiment.steps} batches")
+    return sums.means()
+
+
+def forward_step(
+    experiment: Experiment, observer: StepObserver, loaded: LoadedBatch, scale: float = 1.0
+) -> tuple[Mapping[str, float | None], Mapping[str, Tensor | float]]:
+    """Run the model, which is in eval mode, on one batch; with `forward.grad` also its backward pass, with inputs times `scale`.
+
+    Returns:
+        The metrics of the step, as the observer returned them, and the weight of each metric over all processes: the number of
+        samples or terms for the loss, or 1 if losses are added; the number of targets for the accuracy.
+    """
+    config = experiment.config.forward
+    weights, total = batch_weights(experiment, [loaded])
+    observer.begin_micro_step(loaded.indices, experiment.batch_with_targets(loaded.batch))
+    batch = to_device(loaded.batch, experiment.device)
+    with torch.set_grad_enabled(config.grad):
+        outcome, objective = experiment.train_module(
+            with_input_gradients(batch, scale) if config.grad else batch, observer.loss
+        )
+        if config.grad:
+            assert objective is not None, "shape inference checked that there is a loss"
+            # With this weight, the gradients are those of the mean over the samples, or terms, of all processes.
+            (objective if config.of else weighted(objective, weights[0], total)).backward()
+            experiment.model.zero_grad()
+    observer.write_generated([astuple(generated) for generated in outcome.generated])
+    observer.end_micro_step()
+    metrics, weights_of_metrics = mean_over_processes(experiment, [outcome], weights)
+    return observer.end_step(**metrics, samples=loaded.total), {"loss": total, **weights_of_metrics}
+
+
+class _Sums(Mapping[str, "float | None"]):
+    """The weighted sums of the metrics of all batches so far, and of their weights. The row of a batch is read at the next batch.
+
+    A row on a GPU is complete by then, so that the host does not wait for the device.
+    """
+
+    def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:
+        self._sums: dict[str, float | None] = dict(sums)
+        self._adds_losses = adds_losses
+        self._pending: tuple[Mapping[str, float | None], Mapping[str, Tensor | float], int] | None = None
+
+    def add(self, row: Mapping[str, float | None], weights: Mapping[str, Tensor | float], samples: int) -> None:
+        self._read_pending()
+        self._pending = (row, weights, samples)
+
+    def _read_pending(self) -> None:
+        if self._pending is None:
+            return
+        (row, weights, samples), self._pending = self._pending, None
+        custom = [name for name, value in custom_metrics_in(row).items() if value is not None]
+        logged = samples if self._adds_losses else weights["loss"]
+        for name in ("loss", "accuracy", *custom):
+            value, weight = row[name], float(weights.get(name, logged))
+            self._add(name, None if value is None else value * weight)
+            self._add(f"{WEIGHT}{name}", weight)
+        self._add("seconds", row["seconds"])
+        self._add("samples", samples)
+
+    def _add(self, name: str, value: float | None) -> None:
+        """Add a value to a sum; without a value, the sum is None."""
+        so_far = self._sums.setdefault(name, 0.0)
+        self._sums[name] = None if so_far is None or value is None else so_far + value
+
+    def means(self) -> dict[str, float | None]:
+        means: dict[str, float | None] = {}
+        for name in (key.removeprefix(WEIGHT) for key in self if key.startswith(WEIGHT)):
+            total, weight = self[name], 1.0 if name == "loss" and self._adds_losses else self[f"{WEIGHT}{name}"]
+            means[name] = None if total is None else total / (weight or 1.0)
+        seconds, samples = self["seconds"] or 0.0, self["samples"] or 0.0
+        return {**means, "seconds": seconds, "samples_per_second": samples / seconds}
+
+    def __getitem__(self, name: str) -> float | None:
+        self._read_pending()
+        return self._sums[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._read_pending()
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..actions.base import Context
-from ..analysis.saved_weights import WEIGHTS
+from ..storage.run_record import WEIGHTS
 
 
 def prune(module: nn.Module, name: str, folder: str, round: int, keep: float) -> None:
@@ -62,10 +62,8 @@ class Pruned:
         if name not in self.masks:
             kept = torch.ones_like(parameter, dtype=torch.bool).flatten()
             if self.previous is not None:
-                magnitudes = (
-                    torch.load(self.previous, weights_only=True, map_location=parameter.device)[name].abs().flatten()
-                )
-                smallest = magnitudes.argsort()[: len(kept) - round(self.kept * len(kept))]
+                weights = torch.load(self.previous, weights_only=True, map_location=parameter.device)
+                smallest = weights[name].abs().flatten().argsort()[: len(kept) - round(self.kept * len(kept))]
                 kept[smallest] = False
             self.masks[name] = kept.view_as(parameter)
         return self.masks[name]

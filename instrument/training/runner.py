@@ -19,14 +19,13 @@ from ..formatting import steps_text
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
-from ..storage.custom import CustomSink
 from ..storage.parquet import ParquetSink
 from ..storage.parts import remove_rows_after_checkpoint
 from ..storage.run_files import RunFiles
 from ..storage.run_folder import RunFolder, WorkerRunFolder
 from ..storage.run_record import config_hash, environment_differences
 from ..storage.run_upload import RemoteCopy
-from ..storage.tee import TeeSink
+from ..storage.tee import CustomSink, TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
 from ..values.dtensor import own_rank
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
@@ -37,8 +36,7 @@ from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
 from .environment import code_hashes, content_hash, hardware, process_state
 from .experiment import Experiment, prepare
-from .forward import run_forward
-from .loop import train
+from .loop import run_forward, train
 from .terminal import Terminal
 from .verification import check_fingerprint, training_fingerprint
 
@@ -162,7 +160,6 @@ def run(
                 torch.set_num_threads(threads)  # it affects the order of sums
             with synced_errors(processes):
                 experiment = prepare(config, strategy)
-                _check_same_weights(experiment, run_folder)
                 if isinstance(run_folder, RunFolder):
                     _record_environment(run_folder, experiment, raw, copy.address)
                     if source is not None:
@@ -248,7 +245,9 @@ def _opened_folder(
 def _record_environment(
     run_folder: RunFolder, experiment: Experiment, raw: Mapping[str, Any], remote: str | None
 ) -> None:
-    data = experiment.data
+    data, weights, recorded = experiment.data, experiment.weights, run_folder.record.get("init_from")
+    if recorded and weights is not None and recorded["sha256"] != weights.sha256:
+        raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
     run_folder.update(
         device=str(experiment.device),
         hardware=hardware(experiment.device),
@@ -256,14 +255,8 @@ def _record_environment(
         code=code_hashes(raw),
         remote=remote,
     )
-    if experiment.weights is not None:
-        run_folder.update(init_from=experiment.weights.entry())
-
-
-def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRunFolder) -> None:
-    recorded = run_folder.record.get("init_from") if isinstance(run_folder, RunFolder) else None
-    if recorded and experiment.weights is not None and recorded["sha256"] != experiment.weights.sha256:
-        raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
+    if weights is not None:
+        run_folder.update(init_from=weights.entry())
 
 
 @dataclass
@@ -331,9 +324,8 @@ class _Training:
                     work = "training" if trains else "the run"
                     message = f"{work} continues after {probe.step} steps"
                     # Not counted by the recorder: a resumed run counts the same rows as an uninterrupted one.
-                    self.several.write(
-                        "events", [(probe.step, own_rank(), None, "resumed", message, "info", *[None] * 3)]
-                    )
+                    event = (probe.step, own_rank(), None, "resumed", message, "info", *[None] * 3)
+                    self.several.write("events", [event])
                 if self.parts is not None or not trains:
                     last = self.state["metrics"]
                 restore_random(self.state, experiment.device)

@@ -95,10 +95,14 @@ class Jobs:
 
 
 class Sweep(Jobs):
-    """A sweep with a record, read from its folder. Raises a ConfigError if it has no readable record."""
+    """A sweep with a record, read from its folder. Raises a ConfigError if it has no readable record.
 
-    def __init__(self, folder: Path) -> None:
+    `uploaded`: the runs of a sweep in remote storage, which have the status of its jobs.
+    """
+
+    def __init__(self, folder: Path, uploaded: Run | None = None) -> None:
         self.folder = folder
+        self.uploaded = uploaded
         self.record = read_sweep(folder)
         self.hydra = self.record.hydra
         overrides = sweep_overrides(self.hydra)
@@ -131,8 +135,8 @@ class Sweep(Jobs):
 
     def _existing(self) -> dict[str, SweepJob]:
         """Return the jobs with a folder, by name. Jobs and hidden folders are not searched further."""
-        jobs = {}
-        for above, folders, files in os.walk(self.folder):
+        jobs = {} if self.uploaded is None else {job.name: job for job in Runs(self.uploaded).jobs()}
+        for above, folders, files in os.walk(self.folder) if self.uploaded is None else ():
             if "run.json" in files or ".hydra" in folders:
                 folders.clear()
                 job = _job(Path(above), self.folder)
@@ -178,17 +182,6 @@ class Runs(Jobs):
         ]
 
 
-class RemoteSweep(Sweep):
-    """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run.path)
-        self.runs = Runs(run)
-
-    def _existing(self) -> dict[str, SweepJob]:
-        return {job.name: job for job in self.runs.jobs()}
-
-
 def jobs_in(folder: str) -> Jobs:
     """Find the sweep in a folder, or the runs below it. Raise a ConfigError for another folder, such as that of a single run."""
     if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
@@ -206,7 +199,7 @@ def jobs_in(folder: str) -> Jobs:
         message = "this is the folder of a single run, not of a sweep"
         raise ConfigError(Problem("", message, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
     if is_address(folder) and (run.path / SWEEP_RECORD).exists():
-        return RemoteSweep(run)
+        return Sweep(run.path, run)
     return Runs(run)
 
 
@@ -231,8 +224,7 @@ def read_sweep(folder: Path) -> DictConfig:
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """Return the overrides of each job of a sweep, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
-    Raises:
-        ConfigError: The values of an override cannot be expanded.
+    Raise a ConfigError if the values of an override cannot be expanded.
     """
     parser = OverridesParser.create(config_loader=config_loader())
     overrides = []
@@ -343,11 +335,8 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
     chosen = [f"{name}={setting}" for name, setting in best.items()]
     name, source = OBJECTIVE_KEY, "from an earlier sweep of the study"
     for job in jobs:
-        if (
-            set(chosen) <= set(job.overrides)
-            and (objective := _objective_value(job.folder))
-            and math.isclose(objective[1], value)
-        ):
+        objective = _objective_value(job.folder) if set(chosen) <= set(job.overrides) else None
+        if objective is not None and math.isclose(objective[1], value):
             name, source = objective[0], str(job.folder)
             break
     return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}

@@ -21,8 +21,7 @@ from ..config.hook_specs import names_of_custom_statistics
 from ..errors import ConfigError, InstrumentError, Problem, first_line, raise_problems, similar_names
 from ..fields.field_types import is_misspelled
 from ..fields.pip_extras import pip_command
-from ..storage.remote_errors import safe_message
-from ..storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
+from ..storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to, safe_message
 from ..storage.run_record import read_record, write_json
 from ..tables.schemas import TABLES
 
@@ -71,9 +70,8 @@ class Objective:
             value = metrics.get(self.written)
             if value is None:
                 known = [name for name, number in metrics.items() if number is not None]
-                return None, "the last evaluation has no value for it" + _alternatives(
-                    known, similar_names(self.written, known)
-                )
+                others = _alternatives(known, similar_names(self.written, known))
+                return None, f"the last evaluation has no value for it{others}"
         else:
             from ..analysis.load import load
 
@@ -90,13 +88,9 @@ class Objective:
 
 
 def read_objective(written: str, hooks: Any = None) -> Objective:
-    """Parse the value of `objective`, and test its query on an empty table.
+    """Parse the value of `objective`, and test its query on an empty table. Raise a ConfigError if it is invalid.
 
     The query leaves out rows of a recomputed forward pass (activation checkpointing).
-
-    Raises:
-        ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
-            missing.
     """
     if written in METRICS or (written not in TABLES["metrics"].names and _is_custom_metric(written, METRICS)):
         return Objective(written)
@@ -209,10 +203,8 @@ def _save(folder: Path, record: dict[str, Any]) -> None:
     try:
         RemoteFolder(record["remote"], REMOTE_KEY).put(folder / RECORD, RECORD)
     except Exception as error:  # Each storage client raises its own exception types.
-        print(
-            f"{folder}  the objective value was not uploaded to {record['remote']}: {safe_message(error)}",
-            file=sys.stderr,
-        )
+        message = f"the objective value was not uploaded to {record['remote']}: {safe_message(error)}"
+        print(f"{folder}  {message}", file=sys.stderr)
 
 
 def is_search(hydra: DictConfig) -> bool:
@@ -266,9 +258,7 @@ def _check_storage(sweeper: DictConfig) -> None:
 
     try:
         database = optuna.storages.get_storage(sweeper.storage)
-        studies = [
-            study for study in optuna.get_all_study_summaries(database) if study.study_name == sweeper.study_name
-        ]
+        studies = [each for each in optuna.get_all_study_summaries(database) if each.study_name == sweeper.study_name]
     except Exception as error:  # Each database client raises its own exception types.
         message = f"the study storage cannot be used: {type(error).__name__}"
         raise ConfigError(Problem(where, message, plain["storage"], "such as sqlite:///study.db")) from None

@@ -45,8 +45,6 @@ BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
-
-
 Show = Callable[[Progress], None]
 
 
@@ -60,13 +58,7 @@ class PipeSafeConsole(Console):
 
 
 class Terminal:
-    """The terminal output of one run.
-
-    Args:
-        quiet: Whether to show only warnings.
-        brief: Whether to show one line at the end instead of tables, for the jobs of a sweep.
-        job: The overrides that identify a job of a sweep, for this line.
-    """
+    """The terminal output of one run: only warnings if `quiet`; if `brief`, one line at the end with the overrides of the job."""
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
@@ -158,10 +150,7 @@ class Terminal:
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Show]:
-        """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
-
-        Yields the function to call after each step and each evaluation.
-        """
+        """Yield the function to call after each step and evaluation: a progress bar on a terminal, a few plain lines in a pipe or in CI."""
         console = self.console
         can_overwrite = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
         if self.quiet or self.brief:
@@ -284,7 +273,6 @@ def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str
 
 
 def step_text(progress: Progress) -> str:
-    """Return a text such as `step  50/100`."""
     return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
@@ -328,10 +316,7 @@ def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableTy
 
 @contextmanager
 def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
-    """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it.
-
-    Yields the function to call after each step and each evaluation.
-    """
+    """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it."""
     speed, size = Speed(), 0
     drawn = read_again = -math.inf
     first = Progress(0, steps, {}, 0, "train")
@@ -409,9 +394,7 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
 def _findings_table(entries: Sequence[Finding]) -> Table:
     table = _table("Findings", "what where", "step")
     table.add_column("value")
-    for finding in entries:
-        step = "" if finding.step is None else f"{finding.step:,}"
-        what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
-        cells = (what, finding.where, step, finding.value)
-        table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
+    for each in entries:
+        step, what = "" if each.step is None else f"{each.step:,}", f"  {each.what}" if each.cause else each.what
+        table.add_row(*map(Text, (what, each.where, step, each.value)), style=COLOURS[each.severity])
     return table

@@ -55,6 +55,10 @@ NOT_DETERMINISTIC = (
     "deterministic algorithm (set deterministic=true), or custom code with a state that no checkpoint contains, such as a counter "
     "or the time. python -m instrument.verify compares two trainings; instrument.diff of two replays with --ops names the operator"
 )
+CAUSES = {
+    "lr": "the loss and the gradients are equal, so the difference comes from the scheduler or the optimizer",
+    "grad_norm": "the loss is equal, so the difference comes from the backward pass",
+}
 Moment = tuple[int, bool, str]
 """The sort key of a row: the step or the number of completed steps, whether the row is a step, and the phase."""
 
@@ -262,9 +266,8 @@ def _find_cause(
     processes: Processes | None,
 ) -> Difference | None:
     """Attach one hook at a time to find the hook that causes the difference."""
-    max_fingerprints = next(
-        number for number, pair in enumerate(zip_longest(baseline, with_hooks), 1) if pair[0] != pair[1]
-    )
+    pairs = enumerate(zip_longest(baseline, with_hooks), 1)
+    max_fingerprints = next(number for number, (one, other) in pairs if one != other)
     for name, spec in hooks.items():
         with_one_hook = trace(config, {name: spec}, max_fingerprints, processes=processes).fingerprints
         if (difference := first_difference(baseline[: len(with_one_hook)], with_one_hook, name)) is not None:
@@ -372,13 +375,10 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         if moment not in recorded:
             continue  # the step in which the run failed, or a counterfactual after its end
         pairs = ((name, recorded[moment][name], replayed.get(moment, _MISSING)[name]) for name in COMPARED)
-        mismatch = next(
-            (ReplayDifference(step, phase, *pair) for pair in pairs if _bits(pair[1]) != _bits(pair[2])), None
-        )
-        affected = first_step is not None and (
-            step > first_step or (step == first_step and (is_step or changes_evaluation))
-        )
-        if affected:
+        differences = (ReplayDifference(step, phase, *pair) for pair in pairs if _bits(pair[1]) != _bits(pair[2]))
+        mismatch = next(differences, None)
+        begins = step == first_step and (is_step or changes_evaluation)
+        if first_step is not None and (step > first_step or begins):
             effect = effect or mismatch
             continue
         if moment in replayed and any(recorded[moment][metric] is not None for metric in COMPARED):
@@ -398,7 +398,10 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
     reasons = [*map(str, environment)]
     if difference is not None:
         is_missing = (difference.step, difference.phase in STEP_PHASES, difference.phase) not in replayed
-        reasons += ["the replay ended before"] if is_missing else _reasons(difference, known=bool(environment))
+        if is_missing or not environment:
+            reasons.append("the replay ended before" if is_missing else NOT_DETERMINISTIC)
+        if not is_missing and difference.metric in CAUSES:
+            reasons.append(CAUSES[difference.metric])
     return ReplayCertificate(
         source=str(source),
         begin=entry["begin"],
@@ -416,17 +419,6 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         changes_left_out=tuple(entry["changes_left_out"]),
         repeats_failure=errors[0] == errors[1] if has_failed else None,
     )
-
-
-def _reasons(difference: ReplayDifference, *, known: bool) -> list[str]:
-    reasons = [] if known else [NOT_DETERMINISTIC]
-    if difference.metric == "lr":
-        reasons.append(
-            "the loss and the gradients are equal, so the difference comes from the scheduler or the optimizer"
-        )
-    if difference.metric == "grad_norm":
-        reasons.append("the loss is equal, so the difference comes from the backward pass")
-    return reasons
 
 
 def _metrics(folder: Path) -> dict[Moment, Mapping[str, float | None]]:

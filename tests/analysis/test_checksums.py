@@ -22,8 +22,8 @@ import instrument
 from instrument import InstrumentError
 from instrument.analysis.new_rows import NewRows, RowsRemovedError
 from instrument.storage.checksums import LOCAL_FILES, DamagedFileError
-from instrument.storage.compaction import compact
 from instrument.storage.journal import Journal, JournalReader
+from instrument.storage.maintenance import compact
 from instrument.tables.schemas import TABLES
 
 STEPS = 6

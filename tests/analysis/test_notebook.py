@@ -11,7 +11,7 @@ import pytest
 from run_folders import write_steps
 
 import instrument
-from instrument.analysis import notebook
+from instrument.analysis import overview
 from instrument.analysis.load import Run
 
 EVIL = "<script>alert('x')</script>"
@@ -102,7 +102,7 @@ def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pyt
 
 
 def test_long_tables_are_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "MAX_ROWS", 2)
+    monkeypatch.setattr(overview, "MAX_ROWS", 2)
     _, words = page_of(instrument.load(make_run(tmp_path / "run")))
     assert "seen b std" in words
     assert "seen c std" not in words
@@ -110,7 +110,7 @@ def test_long_tables_are_truncated_with_a_count(tmp_path: Path, monkeypatch: pyt
 
 
 def test_layers_of_many_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "MAX_STATS", 9)
+    monkeypatch.setattr(overview, "MAX_STATS", 9)
     _, words = page_of(instrument.load(make_run(tmp_path / "run")))
     assert "The layers are not shown: there are too many rows of statistics." in words
     assert "largest change first" not in words
@@ -170,7 +170,7 @@ def test_sweep_page_has_overrides_and_counts_failures(tmp_path: Path) -> None:
 
 
 def test_large_sweep_is_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "MAX_RUNS", 2)
+    monkeypatch.setattr(overview, "MAX_RUNS", 2)
     for job in range(5):
         make_run(tmp_path / "sweep" / str(job), seed=100 + job)
     page, words = page_of(instrument.load(tmp_path / "sweep"))

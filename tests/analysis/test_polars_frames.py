@@ -15,8 +15,8 @@ from tiers import tiered
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
+from instrument.storage.maintenance import recover
 from instrument.storage.parts import Part
-from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder
 from instrument.storage.remote_transfer import send_all
 from instrument.storage.run_files import RunFiles

@@ -23,9 +23,9 @@ from instrument.actions.base import Context, StepContext
 from instrument.probe.recorder import Recorder
 from instrument.stats import device_copy
 from instrument.stats.device_copy import HostCopy
-from instrument.storage.buffer_pool import Pool
 from instrument.storage.memory import MemorySink
 from instrument.storage.parquet import ParquetSink
+from instrument.storage.tensors import Pool
 from instrument.tables.sink_interface import Sink
 
 

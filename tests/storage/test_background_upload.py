@@ -14,19 +14,19 @@ import pytest
 from waiting import TIMEOUT, wait_until
 
 from instrument import ConfigError
-from instrument.storage import background_upload, remote_transfer
-from instrument.storage.background_upload import Upload
+from instrument.storage import remote_transfer, run_upload
+from instrument.storage.maintenance import recover
 from instrument.storage.parts import Part, new_part
-from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder, UploadError
 from instrument.storage.remote_transfer import remove_parts_after, remove_sent, send_all
+from instrument.storage.run_upload import Upload
 from instrument.tables.schemas import TABLES
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten all pauses."""
-    monkeypatch.setattr(background_upload, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(run_upload, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(remote_transfer, "PAUSES", (0.01,))
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_ends_while_run_json_is_sent_is_not_done_before_its_last_part
     def end_run(*arguments: object) -> None:
         record(folder, status="done")
 
-    monkeypatch.setattr(background_upload, "check_same_run", end_run)
+    monkeypatch.setattr(run_upload, "check_same_run", end_run)
     upload = begun(folder, remote)
     wait_until(lambda: FIRST in remote.sizes())
     assert status_of(remote) == "running"
@@ -149,7 +149,7 @@ def test_unchanged_tables_are_not_listed_again(
     send_new_parts = started_upload._send_new_parts
     monkeypatch.setattr(started_upload, "_send_new_parts", lambda: (send_new_parts(), checks.append(len(listed))))
     wait_until(lambda: len(checks) > 3)  # the last change was seen twice
-    monkeypatch.setattr(background_upload, "part_files", lambda folder, table: listed.append(table) or {})
+    monkeypatch.setattr(run_upload, "part_files", lambda folder, table: listed.append(table) or {})
     seen = len(checks)
     wait_until(lambda: len(checks) > seen + 3)
     assert listed == []
@@ -200,8 +200,8 @@ def test_run_continues_without_a_connection_at_start(folder: Path, remote: Faili
 def test_upload_does_not_wait_for_a_stalled_connection(
     folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch, stalled: str
 ) -> None:
-    monkeypatch.setattr(background_upload, "RESPONSE_SECONDS", 0.05)
-    monkeypatch.setattr(background_upload, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(run_upload, "RESPONSE_SECONDS", 0.05)
+    monkeypatch.setattr(run_upload, "STALL_SECONDS", 0.05)
     released, put = threading.Event(), RemoteFolder.put
 
     def stuck(self: RemoteFolder, file: Path, name: str) -> None:
@@ -313,11 +313,11 @@ def test_end_waits_while_bytes_are_uploaded(
                 self.moved += 1
                 asked.clear()
                 assert asked.wait(TIMEOUT)
-                now[0] += 0.6 * background_upload.STALL_SECONDS
+                now[0] += 0.6 * run_upload.STALL_SECONDS
         put(self, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", slow)
-    monkeypatch.setattr(background_upload, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(run_upload, "time", SimpleNamespace(monotonic=monotonic))
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000006.pt").write_bytes(b"large")
     running_upload = begun(folder, remote)

@@ -27,11 +27,10 @@ from instrument.errors import SinkError
 from instrument.storage import blocks
 from instrument.storage import tensors as writer
 from instrument.storage.checksums import DamagedFileError
-from instrument.storage.compaction import compact
+from instrument.storage.maintenance import compact, recover
 from instrument.storage.memory import MemorySink
 from instrument.storage.parquet import ParquetSink
 from instrument.storage.parts import block_files, remove_rows_after_checkpoint
-from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder
 from instrument.storage.remote_transfer import send_all
 from instrument.storage.run_files import RunFiles, size_on_disk

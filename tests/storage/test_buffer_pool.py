@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from waiting import TIMEOUT
 
-from instrument.storage.buffer_pool import SIZE_STEP, Pool
+from instrument.storage.tensors import SIZE_STEP, Pool
 
 
 def fail_on_wait() -> None:

@@ -19,9 +19,9 @@ from tiers import tiered
 
 import instrument
 from instrument.commands import compact as command
-from instrument.storage import compaction, parts
-from instrument.storage.compaction import compact
+from instrument.storage import maintenance, parts
 from instrument.storage.lock import FolderLock
+from instrument.storage.maintenance import compact
 from instrument.storage.parquet import ParquetSink
 from instrument.storage.parts import Part, new_part, part_files, remove_rows_after_checkpoint, written_parts
 from instrument.storage.run_files import RunFiles
@@ -115,7 +115,7 @@ def test_compacted_run_can_be_rewound_to_its_checkpoint(folder: Path) -> None:
 def test_row_groups_end_with_a_step_and_declare_their_order(
     folder: Path, wanted: dict[str, pd.DataFrame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 20)
+    monkeypatch.setattr(maintenance, "ROW_GROUP_ROWS", 20)
     compact(folder)
     (file,) = part_files(folder, "stats").values()
     about = pq.read_metadata(file)
@@ -125,7 +125,7 @@ def test_row_groups_end_with_a_step_and_declare_their_order(
 
 
 def test_step_larger_than_a_row_group_spans_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 2)
+    monkeypatch.setattr(maintenance, "ROW_GROUP_ROWS", 2)
     folder = make_run(tmp_path / "run", count=2, steps=1)
     compact(folder)
     (file,) = part_files(folder, "stats").values()
@@ -138,7 +138,7 @@ def test_parts_of_sufficient_size_are_not_merged(
     folder: Path, wanted: dict[str, pd.DataFrame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (folder / "stats" / "part-0000-000000.parquet").stat().st_size
-    monkeypatch.setattr(compaction, "MAX_PART_BYTES", 2 * size + 100)
+    monkeypatch.setattr(maintenance, "MAX_PART_BYTES", 2 * size + 100)
     compact(folder)
     names = [path.stem[10:] for path in part_files(folder, "stats").values()]
     assert names == ["000000-000001", "000002-000003", "000004-000005"]
@@ -199,14 +199,14 @@ def test_kill_at_any_moment_loses_and_duplicates_no_row(
 def test_concurrent_reader_sees_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 8
     folder, rows = make_run(tmp_path / "run", count=parts, steps=1), parts * len(LAYERS)
-    monkeypatch.setattr(compaction, "MAX_PART_BYTES", 30_000)
+    monkeypatch.setattr(maintenance, "MAX_PART_BYTES", 30_000)
     done = threading.Event()
 
     def merge() -> None:
         try:
-            while compaction.MAX_PART_BYTES < 2_000_000:
+            while maintenance.MAX_PART_BYTES < 2_000_000:
                 compact(folder)
-                compaction.MAX_PART_BYTES *= 4
+                maintenance.MAX_PART_BYTES *= 4
         finally:
             done.set()
 

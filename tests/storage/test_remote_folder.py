@@ -13,7 +13,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from instrument import ConfigError
-from instrument.storage.remote_errors import permanent_error_hint, safe_message
 from instrument.storage.remote_folder import (
     RemoteFolder,
     UploadError,
@@ -22,7 +21,9 @@ from instrument.storage.remote_folder import (
     filesystem,
     folder_at,
     is_address,
+    permanent_error_hint,
     remote_address_of,
+    safe_message,
 )
 
 REMOTE = ("s3://bucket/runs", "memory://x", Path("s3://bucket/runs"), "file:///tmp/x")

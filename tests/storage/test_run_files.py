@@ -28,8 +28,8 @@ from instrument.commands import recover
 from instrument.storage.journal import Journal, JournalReader
 from instrument.storage.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
 from instrument.storage.lock import FolderLock
+from instrument.storage.maintenance import recover as recover_files
 from instrument.storage.parts import Part
-from instrument.storage.recovery import recover as recover_files
 from instrument.storage.run_files import RunFiles, size_on_disk
 
 STEPS = 12

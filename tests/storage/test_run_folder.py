@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from instrument import ConfigError
-from instrument.storage import run_announcement, run_folder
+from instrument.storage import run_folder
 from instrument.storage.run_folder import DiscardedRunError, RunFolder, WorkerRunFolder, create_free_folder
 from instrument.storage.run_record import config_hash, git_revision
 
@@ -104,8 +104,8 @@ def announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RunFo
     """The folder of rank 0 on another host, which has announced its run to rank 1."""
     store = dist.HashStore()
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
-    monkeypatch.setattr(run_announcement, "_runs", itertools.repeat(0))
-    monkeypatch.setattr(run_announcement, "VISIBLE_TIMEOUT", 0.1)
+    monkeypatch.setattr(run_folder, "_runs", itertools.repeat(0))
+    monkeypatch.setattr(run_folder, "VISIBLE_TIMEOUT", 0.1)
     monkeypatch.setattr(run_folder, "RANK_0_TIMEOUT", 0.1)
     with monkeypatch.context() as patched:
         patched.setattr("socket.gethostname", lambda: "first")
@@ -175,7 +175,7 @@ def test_separate_folder_is_refused_with_the_reason(announced: RunFolder, tmp_pa
 def test_rank_without_an_announcement_is_refused(
     announced: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_announcement, "_runs", itertools.repeat(1))
+    monkeypatch.setattr(run_folder, "_runs", itertools.repeat(1))
     with pytest.raises(ConfigError, match="rank 0 did not start a run in this folder within"):
         WorkerRunFolder(tmp_path / "second", 1)
     assert not (tmp_path / "second").exists()

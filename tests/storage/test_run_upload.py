@@ -26,7 +26,7 @@ import instrument
 from instrument import ConfigError, InstrumentWarning
 from instrument.commands.upload import main
 from instrument.config.experiment import SinkConfig
-from instrument.storage import background_upload, remote_transfer, run_upload
+from instrument.storage import remote_transfer, run_upload
 from instrument.storage.parts import Part, new_part
 from instrument.storage.remote_folder import RemoteFolder
 from instrument.storage.remote_transfer import send_all
@@ -75,13 +75,13 @@ def test_finished_run_is_uploaded_and_bit_identical(
     cli: Cli, baseline: tuple[Path, str], bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run logs everything, and no credentials are in its output and its files."""
-    begin = background_upload.Upload.begin
+    begin = run_upload.Upload.begin
 
-    def logged(self: background_upload.Upload) -> None:
+    def logged(self: run_upload.Upload) -> None:
         logging.getLogger("some.client").debug("everything is logged")
         begin(self)
 
-    monkeypatch.setattr(background_upload.Upload, "begin", logged)
+    monkeypatch.setattr(run_upload.Upload, "begin", logged)
     out, address = Path("runs/tiny/one"), f"{bucket}/some/tiny/one"
     more = (f"sink.remote={bucket}/some", f"hydra.run.dir={out}", "report=true", "hydra.verbose=true")
     with new_clients(AWS_SESSION_TOKEN=TOKEN):
@@ -265,7 +265,7 @@ def test_keep_local_false_without_a_remote_is_refused() -> None:
 
 
 def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_upload, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(run_upload, "CHECK_SECONDS", 0.01)
     folder, uploaded = write_run(tmp_path / "run"), list[str]()
     sink = SinkConfig(remote=f"memory:/{tmp_path}/there")
     copies = []
@@ -308,11 +308,11 @@ def test_distributed_run_uploads_all_parts(workdir: Path, bucket: str) -> None:
 
 
 def test_ctrl_c_interrupts_the_upload(cli: Cli, remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(self: background_upload.Upload) -> None:
+    def stop(self: run_upload.Upload) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(background_upload.Upload, "end", stop)
+        patched.setattr(run_upload.Upload, "end", stop)
         answer = cli(*TINY, f"sink.remote={remote}", "hydra.run.dir=out")
     assert answer.code == 130
     assert "(interrupted); upload the missing files with: python -m instrument.upload out" in re.sub(

@@ -66,7 +66,7 @@ def test_english_has_the_descriptions_of_scikit_learn() -> None:
 
     text = "".join(load().DESCR for load in (load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine))
     tokens = text.encode("ascii", "ignore")
-    windows = english("train", length=8).windows.flatten().tolist()
+    windows = english("train", length=8).flatten().tolist()
     assert windows == list(tokens[: len(windows)])
     assert len(windows) == len(tokens) * 9 // 10 // 8 * 8
 

@@ -24,7 +24,7 @@ from instrument.tasks import Outcome
 from instrument.tasks.model_output import with_input_gradients
 from instrument.training.checkpoint import Checkpoints
 from instrument.training.experiment import Experiment
-from instrument.training.forward import run_forward
+from instrument.training.loop import run_forward
 
 SAMPLES, BATCH = 50, 16
 OUTPUTS = {"layers": "**", "kind": "forward", "action": "record", "tensors": True}

@@ -23,9 +23,8 @@ from instrument.probe.probe import Probe
 from instrument.tasks import Outcome, WeightedMean
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
-from instrument.training.forward import run_forward
 from instrument.training.loader import first_batch
-from instrument.training.loop import Progress, evaluate, gradient_norm, train_step
+from instrument.training.loop import Progress, evaluate, gradient_norm, run_forward, train_step
 
 DATA = {"dataset": DIGITS, "slice": {"stop": 48}, "eval_slice": {"split": "test", "stop": 50}}
 

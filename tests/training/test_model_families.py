@@ -20,7 +20,7 @@ from instrument.config.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
 from instrument.training.dry_run import dry_run
 from instrument.training.experiment import Experiment, prepare
-from instrument.training.forward import run_forward
+from instrument.training.loop import run_forward
 from instrument.training.verification import verify
 
 SAMPLES = 6

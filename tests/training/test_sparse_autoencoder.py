@@ -94,7 +94,7 @@ def test_loss_recovered_of_the_experiment_equals_plain_pytorch(folder: Path) -> 
     gpt = TinyGPT(width=WIDTH, length=LENGTH).eval()
     gpt.load_state_dict(torch.load(folder / "language/weights.pt"))
     weights = torch.load(folder / "autoencoder/weights.pt")
-    windows = english("train", LENGTH).windows[45:50]  # the last tenth of 50
+    windows = english("train", LENGTH)[45:50]  # the last tenth of 50
     sums, errors, counts, spread = dict.fromkeys(("clean", "patched", "zero"), 0.0), 0.0, 0.0, 0.0
     for tokens in windows.split(3):
         seen: list[Tensor] = []

@@ -99,9 +99,8 @@ def _trace(model: nn.Module, split: Sequence[str], starts: Sequence[nn.Module], 
         for stage, output in enumerate([*sent, value]):
             if not output.requires_grad:
                 continue
-            gradients = torch.autograd.grad(
-                output, trained, torch.ones_like(output), retain_graph=True, allow_unused=True
-            )
+            ones = torch.ones_like(output)
+            gradients = torch.autograd.grad(output, trained, ones, retain_graph=True, allow_unused=True)
             for parameter, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     trace.users.setdefault(id(parameter), set()).add(stage)

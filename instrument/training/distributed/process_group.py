@@ -111,14 +111,9 @@ class Processes:
 
     @contextmanager
     def synced_errors(self) -> Iterator[None]:
-        """Stop all processes if the `with` block fails in any of them. Only rank 0 reports the error.
+        """Stop all processes if the `with` block, which all of them enter, fails in any of them. The process group is then destroyed.
 
-        Every process has to enter this block. If one fails, the process group is destroyed in all of them.
-
-        Raises:
-            RankError: In rank 0, if another process failed. If rank 0 itself failed, its own exception is raised
-                instead.
-            SystemExit: In the other ranks, without a message, with the highest exit code.
+        Rank 0 raises its own exception, or else a RankError. The others raise SystemExit with the highest exit code.
         """
         error: Exception | None = None
         try:
@@ -144,14 +139,9 @@ class Processes:
 
     @contextmanager
     def stop_together(self, folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
-        """Stop this process if another process fails or is killed during the `with` block.
+        """Raise a RankError if another process fails first, or is killed, during the `with` block.
 
-        Args:
-            folder: Folder of the run. Its locks show which processes are alive.
-            on_failure: Called with the rank of the process that failed first.
-
-        Raises:
-            RankError: Another process failed first. The message names its rank and error.
+        The locks in the folder of the run show which processes are alive. `on_failure` gets the rank that failed first.
         """
         try:
             yield
@@ -170,9 +160,8 @@ class Processes:
             on_failure(rank)
             if rank == self.rank:
                 raise
-            raise RankError(
-                f"rank {rank} {reason}; rank {self.rank} cannot continue without it and stops", rank
-            ) from error
+            message = f"rank {rank} {reason}; rank {self.rank} cannot continue without it and stops"
+            raise RankError(message, rank) from error
 
     def _find_first_failure(self, error: BaseException, folder: Path) -> tuple[int, str] | None:
         """Return the rank of the process that failed first, and what happened, such as `was killed`."""
@@ -196,11 +185,7 @@ class Processes:
 
 @contextmanager
 def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
-    """Report which process has ended if a collective fails in a custom training loop; see `Processes.stop_together`.
-
-    Raises:
-        RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.
-    """
+    """Raise a RankError if a collective fails in a custom training loop because another process ended; see `stop_together`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         yield
@@ -230,7 +215,5 @@ def _is_lost_connection(error: BaseException | None) -> bool:
         return False
     if isinstance(error, InstrumentError):
         return _is_lost_connection(error.__cause__)
-    is_pytorch_error = (
-        isinstance(error, RuntimeError | KeyboardInterrupt) and _CONNECTION_ERRORS.search(str(error)) is not None
-    )
-    return isinstance(error, dist.DistError) or is_pytorch_error
+    can_be = isinstance(error, RuntimeError | KeyboardInterrupt)
+    return isinstance(error, dist.DistError) or (can_be and _CONNECTION_ERRORS.search(str(error)) is not None)

@@ -54,9 +54,10 @@ class Strategy:
         parallel: The configuration of several processes, which a single one checks for a plan (`plan=true`); None for a single process.
         pipeline: The stage of this process, after `shard`; None if each process has all layers.
         needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
+        saves_state: Whether a checkpoint needs the parameters and the optimizer state of this process.
     """
 
-    needs_all_gradients = False
+    needs_all_gradients, saves_state = False, True
     batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
@@ -65,11 +66,6 @@ class Strategy:
 
     def __init__(self, parallel: ParallelConfig | None = None) -> None:
         self.parallel = parallel
-
-    @property
-    def saves_state(self) -> bool:
-        """Whether a checkpoint needs the parameters and the optimizer state of this process."""
-        return True
 
     @classmethod
     def config_problems(cls, config: RunConfig) -> list[Problem]:
@@ -157,6 +153,8 @@ class DataParallel(Strategy):
             if "dp" in sizes:
                 self._data_group = self.mesh.get_group("dp")
                 data_ranks = dist.get_process_group_ranks(self._data_group)
+        self.needs_all_gradients = self.mesh is None
+        self.saves_state = self.mesh is not None or processes.is_rank_zero
         self.data_ranks = data_ranks
         self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
@@ -174,14 +172,6 @@ class DataParallel(Strategy):
             data=("dp",),
             batches=len(data_ranks),
         )
-
-    @property
-    def needs_all_gradients(self) -> bool:  # type: ignore[override]
-        return self.mesh is None
-
-    @property
-    def saves_state(self) -> bool:
-        return self.mesh is not None or self.processes.is_rank_zero
 
     @classmethod
     def config_problems(cls, config: RunConfig) -> list[Problem]:
@@ -254,11 +244,7 @@ class DataParallel(Strategy):
             each.wait()
 
     def seed_ranks(self, seed: int) -> None:
-        """Seed the processes of every batch shard but the first with `seed + number of the shard`.
-
-        Those of the first one keep the random state of a single-process run.
-        """
-        if self.batch_shard.rank:
+        if self.batch_shard.rank:  # the first shard keeps the random state of a single-process run
             torch.manual_seed(seed + self.batch_shard.rank)
 
     @own_collectives()
@@ -441,8 +427,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:
     """Return whether a trainable parameter receives no gradient from a loss, whose autograd graph is freed.
 
-    False if the gradients cannot be computed: the first training step reports that error. The hooks of the run need not be
-    attached: an intervention keeps the replaced tensor in the graph, or it is refused.
+    The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

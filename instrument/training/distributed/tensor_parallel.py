@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,11 @@ _DIVIDED = {  # the attributes of a module that have to be divisible, by style
 }
 
 
-class _Effect(NamedTuple):
-    """What a model computes for a batch: its loss, and the norm of the gradient of each parameter that the loss depends on."""
+def _effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> tuple[float, dict[str, float]] | None:
+    """Return what a model computes in eval mode, with its state restored; None without a loss that has a gradient.
 
-    loss: float
-    norms: Mapping[str, float]
-
-
-def _effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> _Effect | None:
-    """Return what a model computes in eval mode, with its state restored; None without a loss that has a gradient."""
+    It is the loss of a batch, and the norm of the gradient of each parameter that the loss depends on.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with without_side_effects(model, training=False), torch.enable_grad():
         value = loss()
@@ -55,7 +51,7 @@ def _effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> _Effect |
             return None
         gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     norms = {name: _norm(each) for name, each in zip(trained, gradients, strict=True) if each is not None}
-    return _Effect(float(full_tensor(value.detach())), norms)
+    return float(full_tensor(value.detach())), norms
 
 
 @own_collectives()
@@ -92,8 +88,17 @@ def parallelize(
         message = f"the model fails with this plan: {type(error).__name__}: {error}{user_code_location(error)}"
         fix = "check that a colwise module is followed by a rowwise one, and that the model does not use fixed sizes between them"
         raise ConfigError(Problem(where, message, [*plan], fix=fix)) from error
-    if expected is not None and found is not None:
-        _check_same(expected if where == WHERE else expected._replace(norms=found.norms), found, plan, where)
+    if expected is None or found is None:
+        return
+    fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
+    (loss_before, norms_before), (loss_after, norms) = expected, found
+    if not _is_close(loss_before, loss_after, abs(loss_before)):
+        message = f"the loss of the first batch is {loss_after:.6g} with this plan, but {loss_before:.6g} without it"
+        raise ConfigError(Problem(where, message, [*plan], fix=fix))
+    largest, names = max(norms_before.values(), default=0.0), sorted(norms_before | norms) if where == WHERE else []
+    if far := [each for each in names if not _is_close(norms_before.get(each, 0.0), norms.get(each, 0.0), largest)]:
+        message = f"the gradients of the first batch differ from those without this plan, at {shorten(far, 4)}"
+        raise ConfigError(Problem(where, message, [*plan], fix=fix))
 
 
 def styles_of(
@@ -161,22 +166,6 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
         fix = "change tp, or leave this layer out of the plan"
         return Problem(where, message, number, f"a multiple of {size}", fix=fix)
     return None
-
-
-def _check_same(expected: _Effect, found: _Effect, plan: Mapping[str, Any], where: str) -> None:
-    fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
-    if not _is_close(expected.loss, found.loss, abs(expected.loss)):
-        message = f"the loss of the first batch is {found.loss:.6g} with this plan, but {expected.loss:.6g} without it"
-        raise ConfigError(Problem(where, message, [*plan], fix=fix))
-    largest = max(expected.norms.values(), default=0.0)
-    names: Sequence[str] = [
-        name
-        for name in sorted(expected.norms.keys() | found.norms.keys())
-        if not _is_close(expected.norms.get(name, 0.0), found.norms.get(name, 0.0), largest)
-    ]
-    if names:
-        message = f"the gradients of the first batch differ from those without this plan, at {shorten(names, 4)}"
-        raise ConfigError(Problem(where, message, [*plan], fix=fix))
 
 
 def _is_close(one: float, other: float, scale: float) -> bool:

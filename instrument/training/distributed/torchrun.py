@@ -53,9 +53,8 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     if ranks > 1 and parallel is not None and parallel.size not in (None, ranks):
         fix = f"start torchrun with {parallel.size} processes, or change the mesh"
         message = f"the mesh has {parallel.size} processes, but torchrun started {ranks}"
-        raise ConfigError(
-            Problem("train.parallel.mesh", message, dict(parallel.sizes), f"sizes whose product is {ranks}", fix=fix)
-        )
+        allowed = f"sizes whose product is {ranks}"
+        raise ConfigError(Problem("train.parallel.mesh", message, dict(parallel.sizes), allowed, fix=fix))
     if ranks > 1 and config.plan:
         fix = "run the same command without torchrun"
         raise ConfigError(Problem("plan", "a dry run requires a single process", given=True, fix=fix))

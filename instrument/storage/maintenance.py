@@ -1,4 +1,4 @@
-"""Merges the small parts of a run into large ones. Other processes can read the run at the same time.
+"""Maintenance of runs that have ended: the rows of their journals become Parquet, and small parts are merged into large ones.
 
 A merged part is written to a temporary file and renamed. Its name lists the parts that it replaces; from then on,
 readers ignore those. They are removed afterwards. A reader whose part is gone lists the folder again. So every row is
@@ -7,6 +7,8 @@ readable exactly once at every moment, and the next run of this code removes wha
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,18 +17,79 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..errors import first_line
 from ..tables.schemas import TABLES, Table
 from .checksums import LOCAL_FILES, REMEDY
-from .parts import JOURNALS, ROW_GROUP_BYTES, TENSOR_ROW_GROUP_ROWS, Part, in_order, new_part, part_files, written_parts
-from .recovery import recover
+from .journal_truncation_check import DAMAGED
+from .parts import (
+    JOURNALS,
+    ROW_GROUP_BYTES,
+    TENSOR_ROW_GROUP_ROWS,
+    Part,
+    block_files,
+    convert_journal,
+    disk_reserve_files,
+    in_order,
+    journals_of,
+    lost_journals,
+    new_part,
+    part_files,
+    row_counts_in,
+    rows_written,
+    written_parts,
+)
+from .remote_folder import moved_to
 
 ROW_GROUP_ROWS = 131_072
 MAX_PART_BYTES = 256 * 2**20  # The maximum size of a merged part, in bytes.
-UNREADABLE = (pa.ArrowException, OSError)
+
+
+@dataclass
+class RecoveryResult:
+    """The result of a recovery."""
+
+    rows: Counter[str] = field(default_factory=Counter)  # the number of rows that became Parquet, by table
+    # Tables whose last step was incomplete when the process ended. Its incomplete message is discarded.
+    torn: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # messages about unreadable data
+
+
+def recover(folder: Path) -> RecoveryResult:
+    """Convert all journals of a run without a process to parts, and remove its temporary files and allocated disk space.
+
+    If a file cannot be written, the files not yet processed are unchanged.
+    """
+    result = RecoveryResult()
+    for temporary in (folder / JOURNALS).glob("*.tmp"):
+        temporary.unlink()
+    written, damaged = rows_written(folder)
+    result.problems += [f"{path.relative_to(folder)}: {DAMAGED}" for path in damaged]
+    for (name, part), path in journals_of(folder).items():
+        reading = convert_journal(folder, TABLES[name], part, written.get((name, part), 0))
+        result.rows[name] += reading.rows
+        if reading.torn:
+            result.torn.append(name)
+        if reading.problem is not None:
+            result.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
+    for name in TABLES:
+        lost = lost_journals(folder, name)
+        result.problems += [f"{path.relative_to(folder)}: {problem}" for path, problem in lost.items()]
+    is_moved = False  # tables without parts are then expected
+    with suppress(OSError, ValueError, AttributeError):
+        is_moved = moved_to(json.loads((folder / "run.json").read_text())) is not None
+    for name, table in TABLES.items():
+        if not part_files(folder, name) and not is_moved:
+            with new_part(folder, table, Part(0, 0)):
+                pass
+    for file in (*disk_reserve_files(folder), *row_counts_in(folder)):
+        file.unlink()
+    for block in block_files(folder).values():
+        os.truncate(block, block.stat().st_size)  # releases the disk space after its end
+    with suppress(OSError):  # a damaged journal is kept
+        (folder / JOURNALS).rmdir()
+    return result
 
 
 @dataclass
@@ -45,9 +108,6 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
         folder: The folder of the run. The caller holds its lock.
         ends: By rank and table, the number of a part that must not be merged with the parts before it: a run that
             resumes from a checkpoint removes the parts from this number on.
-
-    Raises:
-        OSError: A file cannot be written. No row is lost.
     """
     result = CompactionResult()
     result.problems += recover(folder).problems
@@ -111,6 +171,8 @@ def _remove_merged(folder: Path, table: str) -> None:
 
 
 def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
+    import pyarrow.dataset as ds  # imported late: it imports pandas, which a recovery does not need
+
     for file in files:
         try:
             content = ds.dataset(str(file), schema=table.schema, format="parquet", filesystem=LOCAL_FILES)
@@ -118,15 +180,12 @@ def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
                 raise pa.ArrowInvalid(f"its columns differ: {', '.join(sorted(missing))}")
             for batch in content.to_batches(batch_size=ROW_GROUP_ROWS, batch_readahead=1, fragment_readahead=1):
                 yield pa.Table.from_batches([batch])
-        except UNREADABLE as error:
+        except (pa.ArrowException, OSError) as error:
             raise _UnreadableError(file, error) from error
 
 
 def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Split rows into row groups.
-
-    Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
-    """
+    """Split rows into row groups. Sorted tables are sorted; the rows of a step stay in one group if it is large enough."""
     max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
     pending: list[pa.Table] = []
     rows = size = 0
