@@ -187,9 +187,9 @@ class RecordSpec(_WithTableFields):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        if not self.tensors and not self.statistics and not self.tables:
+        if not (self.tensors or self.statistics or self.tables or self.keep_as):
             others = ", ".join(name for table in TABLES.values() for name in table.fields)
-            yield f"records nothing: 'stats' is none, and none of tensors, {others} is requested"
+            yield f"records nothing: 'stats' is none, and none of tensors, keep_as, {others} is requested"
         for table, values in self.tables.items():
             roles = TABLES[table].roles
             is_gradient = self.definition.gradient and not any("grad" in role for role in roles)

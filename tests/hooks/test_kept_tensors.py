@@ -104,3 +104,14 @@ def test_kept_gradient_of_a_reentrant_checkpoint_is_available() -> None:
     }
     model = Checkpointed()
     assert_close(gradients(model, True, hooks), gradients(model, False, hooks), rtol=1e-12, atol=1e-13)
+
+
+def test_record_hook_without_statistics_only_keeps() -> None:
+    model, x = Checkpointed(), torch.ones(3, 4, dtype=torch.float64)
+    early = model.layers[0](x)
+    with instrument.attach(model, hooks_at(0, 2, {**RECORD, "stats": "none"})) as probe:
+        changed = model(x)
+        probe.end_step()
+    assert torch.equal(changed, model.layers[3](model.layers[2](model.layers[1](early)) * early))
+    assert not probe.sink.records("stats")
+    assert {row["hook"]: row["fired"] for row in probe.sink.records("coverage")} == {"keep": 1, "use": 1}
