@@ -42,9 +42,9 @@ PLOTS: Registry[Any] = Registry(
     "plot",
     builtin={
         "attention": "instrument.interpret.attention_plot:attention",
-        "class_activation_map": "instrument.interpret.class_activation_plot:class_activation_map",
-        "layer_similarity": "instrument.interpret.layer_similarity_plot:layer_similarity",
-        "logit_lens": "instrument.interpret.logit_lens_plot:logit_lens",
+        "class_activation_map": "instrument.interpret.plots:class_activation_map",
+        "layer_similarity": "instrument.interpret.plots:layer_similarity",
+        "logit_lens": "instrument.interpret.plots:logit_lens",
         "patching": "instrument.interpret.patching:patching",
     },
 )
