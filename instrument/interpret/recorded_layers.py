@@ -208,9 +208,7 @@ class Recorded:
         Raises:
             InstrumentError: A layer has no tensors, or there are none.
         """
-        if run.folders != [run.path]:
-            message = f"the folder contains {len(run.folders)} runs"
-            raise InstrumentError(Problem("run", message, fix="load one of them"))
+        run.check_single()
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(("float", "bfloat"))
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]

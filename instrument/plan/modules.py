@@ -94,11 +94,7 @@ class Layer:
 
     def own_entries(self) -> Iterator[str]:
         """Yield the names of its entries in a state dict: parameters, and persistent buffers."""
-        temporary = {
-            prefix + name
-            for prefix, module in self._registering_modules()
-            for name in module._non_persistent_buffers_set
-        }
+        temporary = {at + name for at, each in self._registering_modules() for name in each._non_persistent_buffers_set}
         yield from (name for name, _ in self.own_parameters())
         yield from (name for name in self.own_buffers() if name not in temporary)
 

@@ -211,16 +211,13 @@ class _FunctionListing(FunctionMode):
 
 
 def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list[TensorInfo]]:
-    calls = inferred.get(id(module))
-    if calls is None:
-        return []
+    calls = inferred.get(id(module), ModuleTensors())
     return calls.inputs if role in ("input", "grad_input") else calls.outputs
 
 
 def function_calls_of(site: Site, inferred: InferredCalls) -> list[list[FunctionInfo]]:
     """Return the function calls in a module for the spec of a site, per call of the module."""
-    calls = inferred.get(id(site.layer.module))
-    return [] if calls is None else calls.functions.get(site.spec.name, [])
+    return inferred.get(id(site.layer.module), ModuleTensors()).functions.get(site.spec.name, [])
 
 
 def calls_at(site: Site, inferred: InferredCalls) -> list[list[TensorInfo]]:
