@@ -148,9 +148,7 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
 def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFrame:
     """Return the locations of a run, each once, in the order of execution; locations of training steps come first.
 
-    Args:
-        stats: The locations with statistics. Their rows have positions.
-        tensors: The locations with recorded tensors. If another hook recorded statistics of the same tensor, its order counts.
+    Only rows of statistics have positions. If another hook recorded statistics of a recorded tensor, its order counts.
     """
     place = [name for name in LOCATION if name != "hook"]
     known = tensors[[*place]].merge(stats.drop_duplicates(place)[[*place, "step", "order"]], on=place, how="left")
@@ -173,8 +171,7 @@ def batches(
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """Return the hook of the first run that corresponds to each hook, kind and role of the other run.
 
-    The corresponding hook has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and
-    role.
+    It has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and role.
     """
     series = ["hook", "kind", "role"]
     first, second = (list(dict.fromkeys(frame[series].itertuples(index=False, name=None))) for frame in (one, other))
@@ -190,11 +187,7 @@ def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str,
 def paired_locations(
     one: pd.DataFrame, other: pd.DataFrame, layers: Mapping[str, str], hooks: Mapping[tuple[str, str, str], str]
 ) -> pd.DataFrame:
-    """Return the locations of both runs.
-
-    Args:
-        one: The locations of the first run, in the order of execution.
-        layers: The name of each layer of the first run in the other run.
+    """Return the locations of both runs in the order of the first run, given the name of each of its layers in the other run.
 
     Returns:
         The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b`, `layer_b` and `path_b` with
@@ -245,11 +238,8 @@ def aligned(
 
     Rows that several processes write about the same values are matched with those of a single process.
 
-    Args:
-        columns: The columns to read in addition to the identity columns.
-
     Returns:
-        The matched rows in the order of the first run, with the columns of both runs with the suffixes `_a` and `_b`,
+        The matched rows in the order of the first run, with the `columns` of both runs with the suffixes `_a` and `_b`,
         and the numbers of rows of each run without a match.
     """
     sides = []
@@ -266,7 +256,8 @@ def aligned(
         frame = frame.assign(rank=frame["rank"].where(is_part, 0))[is_part | frame["rank"].eq(first)]
         sides.append(frame)
     keys = ["location", *MOMENT]
-    one, other = (_numbered(frame, keys) for frame in sides)
+    # The number of each row among those with the same keys is 0 in almost all runs.
+    one, other = (frame.assign(repeat=frame.groupby(keys, sort=False).cumcount()) for frame in sides)
     if one.empty or other.empty:
         return pd.DataFrame(), (len(one), len(other))
     matched = one.merge(other, on=[*keys, "repeat"], suffixes=("_a", "_b"), sort=False)
@@ -282,11 +273,6 @@ def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
         scope=matches["scope"].where(is_part, "global"),
         micro_step=matches["micro_step"].mask(matches["kind"].isin(at_optimizer), 0),
     ).drop(columns=["kind", "role"])
-
-
-def _numbered(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Add the number of each row among those with the same keys, which is 0 in almost all runs."""
-    return frame.assign(repeat=frame.groupby(list(keys), sort=False).cumcount())
 
 
 def windows(keys: Sequence[T], weights: Mapping[T, int], most: int) -> list[list[T]]:

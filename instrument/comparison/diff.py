@@ -158,11 +158,7 @@ def _opened(
     *,
     foreign: bool,
 ) -> tuple[tuple[Run, Run], Noise | None, str]:
-    """Open two runs or folders of tensors.
-
-    Returns:
-        The runs; and if at least one is a folder of tensors, the rounding noise and a description of the alignment.
-    """
+    """Return two runs or folders of tensors as runs; with a folder of tensors, also the rounding noise and the alignment as text."""
     opened = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
     for run in opened:
         if run is not None:

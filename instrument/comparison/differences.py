@@ -93,11 +93,8 @@ def rounding_noise(precision: Precision, depth: int, terms: int) -> float:
     """Return the expected relative error of a layer after random rounding errors.
 
     Each layer adds one rounding, of which the errors add up like the square root of their number; so do those of the terms of a
-    sum in float32 and float64 (Higham and Mary, as above).
-
-    Args:
-        depth: The number of layers up to and including this one.
-        terms: The number of terms of the longest sum so far.
+    sum in float32 and float64 (Higham and Mary, as above). `depth` is the number of layers up to and including this one, and
+    `terms` that of the terms of the longest sum so far.
     """
     is_summed_in_own_type = precision.digits >= PRECISIONS["float32"].digits
     return _RMS_OF_ROUNDING * precision.unit * math.sqrt(depth * (terms if is_summed_in_own_type else 1))

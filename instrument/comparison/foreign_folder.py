@@ -21,7 +21,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..analysis.load import Run
 from ..config.parse import build
 from ..errors import ConfigError, Problem, first_line
 from ..fields.field_types import Spec
@@ -151,10 +150,6 @@ class ForeignFolder(RunFiles):
         place |= {"kind": KIND_OF_ROLE[entry.role], "phase": self.phase, "hook": "dump", "scope": "global"}
         zeros = dict.fromkeys(("micro_step", "epoch", "rank", "backward"), 0)
         return place | zeros | {"recompute": False, "mesh": "", "placement": ""}
-
-    def run(self) -> Run:
-        """Return the tensors as a run."""
-        return Run(self.path, [self.path], [self])
 
 
 class TensorMeaning(Spec):

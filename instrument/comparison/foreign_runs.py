@@ -51,15 +51,12 @@ def with_derived(
 ) -> list[Entry]:
     """Return the tensors of B with those that expressions compute for tensors of A.
 
+    The tensors that expressions use are left out, unless A has a layer of their name.
+
     Args:
-        entries: The tensors of B.
-        others: The tensors of A.
         expressions: The expression of each name of A, `LAYER` or `LAYER:ROLE.PATH`. The default is the first output. Each
             `*` of a name in an expression is what the wildcard with the same number matches in the name of A.
         names: The name of each layer of A in B, which the computed tensors get.
-
-    Returns:
-        The tensors, without those that expressions use, unless A has a layer of their name.
 
     Raises:
         ConfigError: An expression is invalid, or a name matches no tensor.
@@ -147,11 +144,7 @@ def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
 
 
 def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
-    """Return the value of an expression.
-
-    Raises:
-        ConfigError: The arguments of a function or the shapes of the tensors do not fit.
-    """
+    """Return the value of an expression. Raise a ConfigError if its arguments or the shapes of the tensors do not fit."""
     tensors = {name: entry.load() for name, entry in sources.items()}
     try:
         value: Tensor = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})[...]  # an error if it is not a tensor
@@ -195,13 +188,7 @@ def opened_folders(
     rename: Mapping[str, str],
     expressions: Mapping[str, str],
 ) -> tuple[tuple[Run, Run], Noise, str]:
-    """Open two folders, of which at least one contains tensors of another program.
-
-    Args:
-        paths: The two folders.
-        opened: Those that are runs; None for folders of tensors.
-        rename: The layers with another name in B.
-        expressions: The expressions of tensors of B; see `with_derived`.
+    """Open two folders, of which at least one contains tensors of another program (None in `opened`).
 
     Returns:
         The runs, the rounding noise, and a description of the alignment.
@@ -232,7 +219,7 @@ def opened_folders(
     measured = " and ".join(str(each.path) for each in (exact_a, exact_b) if each)
     source = f"measured against {measured}" if measured else "estimated from dtype, depth and length of sums"
     a.entries, b.entries, a.phase, b.phase = of_a, of_b, _phase(opened[1]), _phase(opened[0])
-    one, other = opened[0] or a.run(), opened[1] or b.run()
+    one, other = (run or Run(each.path, [each.path], [each]) for each, run in zip((a, b), opened, strict=True))
     lines = [alignment] if alignment else []
     for side, folder in (("A", a), ("B", b)):
         lines += [f"not written by {side}: {name} ({text})" for name, text in folder.skipped.items()]

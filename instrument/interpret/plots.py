@@ -20,7 +20,6 @@ from ..plot.axes_and_scales import (
     colour_of,
     colours,
     draw_cells,
-    figure_of,
     finished,
     height_of,
     label_columns,
@@ -44,7 +43,6 @@ from .recorded_layers import Recorded, positions_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
     from torch import Tensor
 
 MAX_SAMPLES = 4
@@ -199,6 +197,8 @@ def logit_lens(
     Raises:
         InstrumentError: The table has no rows of the sample or lacks a column.
     """
+    from matplotlib.patches import Rectangle
+
     check_columns(table, "logit lens", ("layer", "sample", "position", "top_tokens", "top_log_probs", "target"))
     name = table["sample"].iloc[0] if sample is None else sample
     check_choice(str(name), [str(each) for each in table["sample"].unique()], "sample", "the table has no such sample")
@@ -230,7 +230,9 @@ def logit_lens(
     for y, x, token, is_target in texts:
         write_cell(axes, x, y, token, shade_on(cells, probabilities[y, x]), "token")
         if is_target:
-            axes.add_patch(_frame(x, y))
+            axes.add_patch(
+                Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, fill=False, edgecolor=colour_of(5), linewidth=1.5)
+            )
     label_locations(axes, layers, middle=0.5)
     label_columns(axes, list(labels.values()))
     axes.set_xlabel("position: target" if rows["target"].notna().any() else "position")
@@ -238,10 +240,4 @@ def logit_lens(
     more = f", {len(shown)} of {len(positions)} positions" if len(shown) < len(positions) else ""
     note = "\nframed: the target" if any(is_target for *_, is_target in texts) else ""
     axes.set_title(plain(f"logit lens, sample {name}{more}", 80) + note)
-    return figure_of(charts)
-
-
-def _frame(x: int, y: int) -> Rectangle:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, fill=False, edgecolor=colour_of(5), linewidth=1.5)
+    return finished(charts)

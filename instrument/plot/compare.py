@@ -309,20 +309,21 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
     """Return the position of each run on the axis of an override, and tick labels if the values are not numbers."""
     cells = {str(run): value for run, value in values.items()}
-    if all(_is_number(cell) for cell in cells.values()):
+    if all(is_number(cell) for cell in cells.values()):
         return {run: float(cell) for run, cell in cells.items()}, []
     words = {run: "not set" if is_missing(cell) else value_text(cell) for run, cell in cells.items()}
     names = list(dict.fromkeys(words.values()))
     return {run: float(names.index(word)) for run, word in words.items()}, names
 
 
-def _is_number(cell: object) -> bool:
+def is_number(cell: object) -> bool:
+    """Return whether a value is a finite number, and not a truth value."""
     return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
 
 
 def is_rate(name: str, cells: Sequence[object]) -> bool:
     """Return whether values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
-    if not all(_is_number(cell) and cell > 0 for cell in cells):  # type: ignore[operator]
+    if not all(is_number(cell) and cell > 0 for cell in cells):  # type: ignore[operator]
         return False
     values = np.unique(np.asarray(cells, np.float64))
     if len(values) < 2:

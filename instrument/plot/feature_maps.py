@@ -174,9 +174,7 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     """Draw a mosaic with its color bar and channel numbers; the title says which maps are shown and which were omitted.
 
     Args:
-        axes: The axes to draw into.
         values: [C, H, W] or [out, in, H, W].
-        title: The location and the step.
         what: The name of the maps, such as `feature maps`.
         bounds: The limits of the color scale. None: each channel has its own scale, up to its largest magnitude.
     """

@@ -107,12 +107,7 @@ BAR = "<colorbar>"  # the label that matplotlib gives the axes of a color bar
 
 
 def fit(figure: Figure, drawn: Sequence[Axes]) -> None:
-    """Replace texts by those of `labels`, and fit all text to the size of the figure.
-
-    Args:
-        figure: The figure, which is laid out.
-        drawn: The axes that the plot added or drew into.
-    """
+    """Replace texts by those of `labels`, and fit all text in the axes that a plot drew to the size of the figure."""
     every: list[Any] = [one for axes in drawn for one in (axes, *axes.child_axes)]
     place = current().place  # with the titles of the whole figure, or of the subfigure in the place of given axes
     above = [] if place is None else [text for text in place.texts if text.get_text()]
