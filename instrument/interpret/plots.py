@@ -34,8 +34,7 @@ from ..plot.axes_and_scales import (
 )
 from ..plot.feature_maps import add_scale, draw_image, with_title
 from ..plot.look import SIGNED, Look
-from ..plot.plot_function import plot
-from ..plot.source import check_columns
+from ..plot.plot_function import check_columns, plot
 from .class_activation import ClassActivation
 from .class_activation import class_activation_map as compute
 from .recorded_layers import Recorded, positions_of

@@ -108,11 +108,7 @@ class FunctionMode(TorchFunctionMode):
     def run(
         self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call an observed function and return its result.
-
-        Args:
-            owners: The module calls that it belongs to, one for each spec, in the order of the configuration.
-        """
+        """Call an observed function of some module calls, one for each spec, and return its result."""
         raise NotImplementedError
 
     def __torch_function__(
@@ -279,13 +275,8 @@ def register_pauses(
 
     `nn.TransformerEncoder` converts a padded batch to a nested tensor, and `nn.MultiheadAttention` runs one fused function, unless
     a mode is active. With a mode, padded positions would have other values, and attention would refuse nested tensors. A
-    compiled module would be compiled again with the mode.
-
-    Args:
-        modules: The modules in which the mode is active. Their submodules are included.
-        pause: The forward pre hook, with keyword arguments, of a module that `needs_pause` is for.
-        end: Its forward hook, which is called after an exception too.
-        resume: The forward pre hook of the first layer of an encoder, which has chosen its path by then.
+    compiled module would be compiled again with the mode. `pause` and `end` are hooks around such a module inside the modules in
+    which the mode is active, and `resume` is one of the first layer of an encoder, which has chosen its path by then.
     """
     for part in {part: None for module in modules for part in module.modules()}:
         is_encoder = isinstance(part, nn.TransformerEncoder)

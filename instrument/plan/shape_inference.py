@@ -97,7 +97,6 @@ def infer_shapes(
     """Run one forward pass and list the tensors of every module.
 
     Args:
-        forward: Runs the model on a batch and computes the loss.
         observe: Called with each module, `input` or `output`, and the value.
         function_sites: The sites of the function kinds. The functions of their modules are listed.
         observe_function: Called with a site, a role, and the tensors by path, for each selected function call. The roles are `input`,
@@ -251,10 +250,7 @@ def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 @contextmanager
 def without_side_effects(model: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Restore everything that a forward pass may change: training flags, buffers, random states.
-
-    `training`: whether the model is in training mode in the block; None for its current mode.
-    """
+    """Restore training flags, buffers and random states after a forward pass in training mode or not; None for the current mode."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (buffer, buffer.detach().clone())

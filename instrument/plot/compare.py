@@ -45,8 +45,7 @@ from .axes_and_scales import (
     width_of,
 )
 from .look import Look, axis_name, current
-from .plot_function import plot
-from .source import REQUIRED_COLUMNS, check_columns, check_type, series_with
+from .plot_function import REQUIRED_COLUMNS, check_columns, check_type, plot, series_with
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -32,8 +32,7 @@ from .axes_and_scales import (
     width_of,
 )
 from .look import ZERO, Look, current
-from .plot_function import plot
-from .source import check_single_run
+from .plot_function import check_single_run, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,8 +23,7 @@ from ..analysis.tensor_images import (
 from ..errors import InstrumentError
 from .axes_and_scales import new_charts, plain, width_or
 from .look import SIGNED, CommonLook, current
-from .plot_function import plot
-from .source import at_layers, check_source
+from .plot_function import at_layers, check_source, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,8 +36,7 @@ from .axes_and_scales import (
     width_of,
 )
 from .look import ZERO, Look, axis_name
-from .plot_function import plot
-from .source import check_columns, series_with, table_of
+from .plot_function import check_columns, plot, series_with, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
