@@ -36,9 +36,6 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
     number of segments; the new name contains the same wildcards. `.` is the root. If several entries match a layer,
     the one with the most segments counts.
 
-    Args:
-        rename: Names in this run and in the other run, such as `{"encoder": "backbone", "h.*.mlp": "blocks.*.ffn"}`.
-
     Raises:
         ConfigError: An entry is invalid, matches no layer, or leads to no layer of the other run; or two layers get the
             same name.

@@ -126,17 +126,10 @@ _BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 
 
 class TensorErrors(NamedTuple):
-    """The differences between two tensors a and b of the same shape.
+    """The differences between two tensors a and b of the same shape, as in `Diff.tensors`.
 
-    Attributes:
-        l2: The relative error |a - b| / max(|a|, |b|) with L2 norms; infinite if the non-finite elements of a and b differ.
-            Two NaN are equal, and so are -0.0 and 0.0.
-        cosine: The cosine of the angle between a and b; 1 if both are zero, 0 if only one is.
-        max_abs: The largest |a_i - b_i|.
-        max_rel: The largest |a_i - b_i| / max(|a_i|, |b_i|), from 0 to 2.
-        ulp: The number of elements whose distance is in each bin of `ULP_BINS`, in units in the last place of the
-            coarser type; int64, shape [13]. Zeros for types that are not floating-point types of 16 to 64 bits.
-        equal_bits: Whether the dtypes and all bits are equal.
+    `l2` and `max_abs` are infinite if the non-finite elements of a and b differ. Two NaN are equal, and so are -0.0 and 0.0. `cosine` is 1
+    if both are zero, and 0 if only one is. `ulp`, int64 [13], is zero for types that are not floating-point types of 16 to 64 bits.
     """
 
     l2: float

@@ -243,11 +243,7 @@ class Attribution:
 
 
 def parts_of(heads: int | None, shape: Sequence[int], taken: Sequence[Any] | None = None) -> dict[str, Any]:
-    """Return the index of each column of the grid in a tensor [samples, ...], by its name.
-
-    Args:
-        taken: The recorded indices along each dimension. Default: all.
-    """
+    """Return the index of each column of the grid in a tensor [samples, ...], by its name, from the recorded indices (default: all)."""
     if heads is not None:
         if not shape or heads < 1 or shape[-1] % heads:
             message = f"the last dimension of a tensor of shape {[*shape]} has no such number of equal parts"
@@ -274,10 +270,7 @@ def make_attribution(
 ) -> Attribution:
     """Return the result for the attributions of each location, one array [samples, ...] per batch.
 
-    Args:
-        order: The names of the layers in their order.
-        taken: The recorded indices of each location.
-        exact: The exact effects, by location and column.
+    `order` has the names of the layers, `taken` the recorded indices of each location, and `exact` the exact effects by column.
     """
     values, cells, effects = {}, {}, {}
     for at in sorted(found, key=lambda each: rank_in(order)(each.layer)):

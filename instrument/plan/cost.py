@@ -123,8 +123,7 @@ def mesh_cost(
     return MeshCost(rows, size, 1 + (merged > 0) + is_large if reduces and specs else 0)
 
 
-@dataclass(frozen=True)
-class Firings:
+class Firings(NamedTuple):
     """The steps at which a spec is scheduled, and how often it acts on each of its tensors in total.
 
     For the phases eval and probe, the steps are the numbers of those completed before an evaluation, or a pass of the probe batch.

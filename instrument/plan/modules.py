@@ -193,10 +193,7 @@ class Layers:
         return [other.module for other in sorted(inside, key=lambda other: -other.depth)]
 
     def is_inlined(self, layer: Layer) -> bool:
-        """Return whether a graph of `torch.fx` or `torch.export` runs the operations of the module itself.
-
-        Such a graph keeps an empty module, for its parameters and its submodules.
-        """
+        """Return whether a graph of `torch.fx` or `torch.export` runs the operations of the module, and keeps only its parts."""
         return type(layer.module) is nn.Module and any(
             isinstance(parent, GraphModule) for parent in self.parents(layer)
         )

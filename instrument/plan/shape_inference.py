@@ -116,6 +116,12 @@ def infer_shapes(
         inferred.setdefault(id(module), ModuleTensors()).inputs.append(_infos(inputs))
         if observe is not None:
             observe(module, "input", inputs)
+        if id(module) in by_module and (frame := module_frame()[0]) is not None:
+            functions, observers = inferred[id(module)].functions, {}
+            for site in by_module[id(module)]:
+                functions.setdefault(site.spec.name, []).append([])
+                observers[site.spec.name] = site, functions[site.spec.name][-1]
+            listing.enter(RunningModule(frame, observers))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         while running.pop()[0].module is not module:
@@ -130,15 +136,6 @@ def infer_shapes(
         by_module.setdefault(id(site.layer.module), []).append(site)
     listing = _FunctionListing(function_sites, (before, after), observe_function)
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
-        if (frame := module_frame()[0]) is not None:
-            functions = inferred[id(module)].functions
-            observers = {}
-            for site in by_module[id(module)]:
-                functions.setdefault(site.spec.name, []).append([])
-                observers[site.spec.name] = site, functions[site.spec.name][-1]
-            listing.enter(RunningModule(frame, observers))
-
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         listing.leave(module_frame()[0])
 
@@ -152,10 +149,7 @@ def infer_shapes(
                 layer.module.register_forward_hook(after, with_kwargs=True),
             ]
             if id(layer.module) in by_module:
-                handles += [
-                    layer.module.register_forward_pre_hook(enter),
-                    layer.module.register_forward_hook(leave, prepend=True, always_call=True),
-                ]
+                handles.append(layer.module.register_forward_hook(leave, prepend=True, always_call=True))
         handles += register_pauses_of(listing, (site.layer.module for site in function_sites))
         with without_side_effects(model, training), torch.enable_grad():
             forward()

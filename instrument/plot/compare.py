@@ -361,11 +361,7 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
 
 
 def combine_runs(runs: Run | Sequence[Run]) -> Run:
-    """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
-
-    Raises:
-        InstrumentError: `runs` is empty, or contains something else.
-    """
+    """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded."""
     if isinstance(runs, Run) and len(runs.folders) > 1:
         return runs
     found: dict[Path, RunFiles] = {}

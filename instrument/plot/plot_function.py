@@ -244,11 +244,7 @@ T = TypeVar("T", bound=PlottedTensor)
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
-    """Return a table of one run; a DataFrame is returned unchanged.
-
-    Raises:
-        InstrumentError: The table has no rows, contains several runs, or lacks a column.
-    """
+    """Return a table of one run, or a DataFrame, unless it has no rows, contains several runs, or lacks a column."""
     check_source(data, table)
     if not isinstance(data, Run):
         return data
@@ -297,11 +293,7 @@ def check_single_run(runs: list[str]) -> None:
 
 
 def at_layers(tensors: Sequence[T], layers: str | Sequence[str] | None, message: str, fix: str = "") -> list[T]:
-    """Return the tensors of some layers or locations; with None, all of them.
-
-    Raises:
-        InstrumentError: A layer has no tensor; `message` and `fix` describe it.
-    """
+    """Return the tensors of some layers or locations; with None, all of them. `message` and `fix` are about a layer without any."""
     wanted = [layers] if isinstance(layers, str) else layers
     if wanted is None:
         return list(tensors)
@@ -312,11 +304,7 @@ def at_layers(tensors: Sequence[T], layers: str | Sequence[str] | None, message:
 
 
 def series_with(stats: pd.DataFrame, statistic: str | None) -> list[RecordedSeries]:
-    """Return the series that have a value of a statistic; with None, the series that have a value of any statistic.
-
-    Raises:
-        InstrumentError: No series has a value of the statistic.
-    """
+    """Return the series that have a value of a statistic, or with None of any; raise an InstrumentError if there are none."""
     there = statistics_in(stats)
     if statistic is None:
         return series_where(stats, lambda rows: bool(statistics_in(rows)))

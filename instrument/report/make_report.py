@@ -19,7 +19,7 @@ from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.look import CATEGORIES, axis_name
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import run_page, sweep_page
-from .panels import Panel, label_of
+from .panels import Panel
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
@@ -79,7 +79,6 @@ def render(
     return str(
         page.render(
             **words,
-            label_of=label_of,
             live=live,
             path=str(path),
             script="\n".join(scripts),

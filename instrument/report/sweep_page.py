@@ -225,10 +225,9 @@ def pairs(run: RunTables) -> list[Pair]:
     """Return all pairs with and without an intervention; record hooks do not change training and are ignored."""
     all_trainings, _ = trainings(run)
     by_identity: dict[str, list[int]] = {}
-    for training in all_trainings:
-        by_identity.setdefault(training.identity, []).append(training.index)
     values: dict[str, list[Mapping[str, Any]]] = {}
     for training in all_trainings:
+        by_identity.setdefault(training.identity, []).append(training.index)
         for name, settings in training.interventions.items():
             values.setdefault(name, []).append(settings)
     return [
