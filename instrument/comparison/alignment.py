@@ -105,20 +105,13 @@ IntegerArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RecordedTable:
-    """The extent of what one run recorded in a table.
+    """The extent of what one run recorded in a table."""
 
-    Attributes:
-        locations: One row per location, with the columns of `LOCATION`, `module_type`, `scope`, and `order`: its index in
-            the order of execution.
-        rows: The number of rows by phase and step.
-        bytes: The size of recorded tensors by step and layer, with eight bytes per element; empty for statistics.
-        dtypes: The dtypes of recorded tensors; empty for statistics.
-    """
-
+    # By location: `LOCATION`, `module_type`, `scope`, and `order`, its index in the order of execution.
     locations: pd.DataFrame
-    rows: Counter[tuple[str, int]]
-    bytes: Counter[tuple[int, str]]
-    dtypes: tuple[str, ...]
+    rows: Counter[tuple[str, int]]  # by phase and step
+    bytes: Counter[tuple[int, str]]  # of tensors, by step and layer, with eight bytes per element; empty for statistics
+    dtypes: tuple[str, ...]  # of tensors; empty for statistics
 
 
 def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> RecordedTable:

@@ -25,16 +25,11 @@ from ..tables.statistics import COUNTS, REMAINDERS, statistic_of
 
 @dataclass(frozen=True)
 class Precision:
-    """A floating-point type.
-
-    Attributes:
-        digits: The number of binary digits of its significand, including the hidden one.
-        tolerance: The largest relative difference of two runs with this type that rounding errors explain.
-    """
+    """A floating-point type."""
 
     dtype: str
-    digits: int
-    tolerance: float
+    digits: int  # the number of binary digits of its significand, including the hidden one
+    tolerance: float  # the largest relative difference of two runs with this type that rounding errors explain
 
     @property
     def unit(self) -> float:

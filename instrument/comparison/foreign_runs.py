@@ -160,17 +160,13 @@ MAX_NAMES = 4  # maximum number of tokens or layers in a message
 
 @dataclass(frozen=True)
 class Noise:
-    """The rounding noise of tensors: their largest relative L2 errors against the same tensors in float64.
+    """The rounding noise of tensors: their largest relative L2 errors against the same tensors in float64."""
 
-    Attributes:
-        errors: For each side that was measured, `a` or `b`: the errors by layer, role and path.
-        source: A description of how the noise is known.
-        order: The index of each tensor of A in the order of execution, by layer, role, path, call and step.
-    """
-
-    errors: Mapping[str, Mapping[tuple[str, str, str], float]]
-    source: str
-    order: Mapping[tuple[str, str, str, int, int], int]
+    errors: Mapping[
+        str, Mapping[tuple[str, str, str], float]
+    ]  # of each measured side, `a` or `b`, by layer, role and path
+    source: str  # how the noise is known
+    order: Mapping[tuple[str, str, str, int, int], int]  # of execution of A, by layer, role, path, call and step
 
     def of(self, locations: pd.DataFrame) -> np.ndarray:
         """Return the noise of each location, the larger one of both sides; float64, shape [locations], NaN where it is unknown."""
@@ -253,19 +249,13 @@ def _entries_of(run: Run) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a folder.
+    """The tokens of a folder."""
 
-    Attributes:
-        table: One row per token that is not padding: `index` (among all ids of all steps), `sample`, `position`, and `token` (its
-            id; -1 if unknown).
-        shapes: The shape of the ids of each step: [batch, tokens]; [tokens] if samples are packed; [batch] if only samples
-            are known.
-        is_named: Whether the samples have ids that both folders can share.
-    """
-
+    # One row per token that is not padding: `index` (among all ids of all steps), `sample`, `position`, and `token` (its id, or -1).
     table: pd.DataFrame
+    # Of the ids of each step: [batch, tokens]; [tokens] if samples are packed; [batch] if only samples are known.
     shapes: dict[int, tuple[int, ...]]
-    is_named: bool
+    is_named: bool  # whether the samples have ids that both folders can share
 
 
 def _aligned(

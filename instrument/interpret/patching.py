@@ -226,23 +226,15 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class InterventionGrid:
-    """The finished runs of a sweep that differ in one or two fields of an intervention.
-
-    Attributes:
-        row_key: The configuration key of the rows, such as `hooks.patch.layers`.
-        column_key: The configuration key of the columns, such as `hooks.patch.positions`; empty if only one key differs.
-        rows: The value of each row as text. Layers are in the order of their definition.
-        columns: The value of each column as text. Indices are in ascending order; negative ones come last.
-        left_out: The reason for each run that is not in the grid, by index of the run.
-    """
+    """The finished runs of a sweep that differ in one or two fields of an intervention."""
 
     hook: str
-    row_key: str
-    column_key: str
-    rows: list[str]
-    columns: list[str]
+    row_key: str  # the configuration key of the rows, such as `hooks.patch.layers`
+    column_key: str  # that of the columns, such as `hooks.patch.positions`; empty if only one key differs
+    rows: list[str]  # the value of each row as text; layers are in the order of their definition
+    columns: list[str]  # the value of each column as text; indices are in ascending order, negative ones come last
     cells: list[Cell]
-    left_out: dict[int, str]
+    left_out: dict[int, str]  # the reason for each run that is not in the grid, by index of the run
 
     @property
     def has_baseline(self) -> bool:

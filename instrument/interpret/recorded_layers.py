@@ -28,30 +28,19 @@ _INTEGERS = ("int", "uint")
 
 
 class AttentionMaps(NamedTuple):
-    """The attention maps of one sample.
+    """The attention maps of one sample, with the indices of the heads, and the positions of the queries and keys, in the model."""
 
-    Attributes:
-        values: [heads, queries, keys]; without heads, [1, queries, keys].
-        heads: The index of each head in the model; empty if the tensor has no dimension of heads.
-        queries: The position of each query in the model.
-        keys: The position of each key in the model.
-    """
-
-    values: Array
-    heads: list[int]
+    values: Array  # [heads, queries, keys]; without heads, [1, queries, keys]
+    heads: list[int]  # empty if the tensor has no dimension of heads
     queries: list[int]
     keys: list[int]
 
 
 @dataclass(frozen=True)
 class AttentionTensor(PlottedTensor):
-    """A recorded tensor of which a block was recorded. It may hold attention maps.
+    """A recorded tensor of which a block was recorded. It may hold attention maps."""
 
-    Attributes:
-        indices: For each dimension of `source_shape`, the recorded indices.
-    """
-
-    indices: tuple[tuple[int, ...], ...]
+    indices: tuple[tuple[int, ...], ...]  # the recorded ones, for each dimension of `source_shape`
 
     def read(self, run: RunTables | pd.DataFrame) -> Array:
         """Return the recorded values, with one dimension for each dimension of `source_shape`."""

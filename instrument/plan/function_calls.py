@@ -56,24 +56,15 @@ def selects(spec: HookBase, name: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class RunningModule:
-    """A call of a module that is running.
-
-    Attributes:
-        observers: What observes its functions, by the name of the spec.
-        is_paused: Whether the mode is not active during this call.
-        counts: The number of calls of each function so far, by the name of the spec and of the function.
-        compiled: The observers whose functions were called by compiled code.
-        pause_reason: Why the mode was paused in it; None if it was not.
-        has_switched_mode: Whether the mode became active, or inactive, when this call started.
-    """
+    """A call of a module that is running."""
 
     frame: FrameType
-    observers: Mapping[str, Any]
-    is_paused: bool = False
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    compiled: set[Any] = field(default_factory=set)
-    pause_reason: str | None = None
-    has_switched_mode: bool = False
+    observers: Mapping[str, Any]  # of its functions, by the name of the spec
+    is_paused: bool = False  # whether the mode is not active during this call
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)  # calls so far, by the names of spec and function
+    compiled: set[Any] = field(default_factory=set)  # the observers whose functions were called by compiled code
+    pause_reason: str | None = None  # why the mode was paused in it, if it was
+    has_switched_mode: bool = False  # whether the mode became active, or inactive, when this call started
 
 
 class Owner(NamedTuple):

@@ -32,21 +32,13 @@ COMPUTED_FROM = ("_g", "_v", "_orig")
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One module of a model.
+    """One module of a model."""
 
-    Attributes:
-        name: Its first name in the order of `named_modules`, without segments of wrappers; empty for the root module.
-        aliases: The other names of the same module.
-        module: The module; the innermost one if wrappers share its name.
-        depth: The number of segments in its name.
-        parametrized: For a part of a parametrization (`torch.nn.utils.parametrize`): the layer whose tensor it computes.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    module: nn.Module
-    depth: int
-    parametrized: Layer | None = None
+    name: str  # the first one in the order of `named_modules`, without segments of wrappers; empty for the root module
+    aliases: tuple[str, ...]  # the other names of the same module
+    module: nn.Module  # the innermost one if wrappers share its name
+    depth: int  # the number of segments in its name
+    parametrized: Layer | None = None  # of a part of a parametrization: the layer whose tensor it computes
 
     @property
     def names(self) -> tuple[str, ...]:

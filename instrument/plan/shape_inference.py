@@ -36,31 +36,21 @@ from .modules import Layer, Layers
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a module's input or output, which will get a gradient if `requires_grad`.
+    """One tensor of a module's input or output."""
 
-    Attributes:
-        path: Its path in a nested value.
-        shape: Its shape; for a nested tensor, the shape of its padded parts.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # in a nested value
+    shape: tuple[int, ...]  # of a nested tensor, that of its padded parts
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool  # whether it will get a gradient
 
 
 class FunctionInfo(NamedTuple):
-    """One call of a torch function in a module. The paths of its tensors start with `path`.
+    """One call of a torch function in a module. The paths of its tensors start with `path`."""
 
-    Attributes:
-        path: Its name and its number, such as `softmax.0`.
-        attention: The attention weights, or the scores, if the spec has this role and the call computes them.
-    """
-
-    path: str
+    path: str  # its name and its number, such as `softmax.0`
     inputs: list[TensorInfo]
     outputs: list[TensorInfo]
-    attention: list[TensorInfo]
+    attention: list[TensorInfo]  # the weights, or the scores, if the spec has this role and the call computes them
 
     def tensors(self, role: str) -> list[TensorInfo]:
         return {"input": self.inputs, **dict.fromkeys(ATTENTION_ROLES, self.attention)}.get(role, self.outputs)
@@ -68,11 +58,7 @@ class FunctionInfo(NamedTuple):
 
 @dataclass
 class ModuleTensors:
-    """The inputs and outputs of a module, per call.
-
-    `functions` has the function calls of the module for each spec of a function kind, also those that the spec does not
-    select.
-    """
+    """The inputs and outputs of a module, and its function calls for each spec of a function kind, selected or not, per call."""
 
     inputs: list[list[TensorInfo]] = field(default_factory=list)
     outputs: list[list[TensorInfo]] = field(default_factory=list)
