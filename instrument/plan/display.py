@@ -332,11 +332,7 @@ def _describe(function: FunctionInfo) -> str:
 def _add_children(tree: Tree, node: _Node, colours: Mapping[str, str]) -> None:
     for line in node.functions:
         tree.add(line)
-    _add_nodes(tree, node.children, colours)
-
-
-def _add_nodes(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> None:
-    for first, others in _group_identical(nodes):
+    for first, others in _group_identical(node.children):
         _add_children(tree.add(_label(first, colours)), first, colours)
         if others:
             names = f"{others[0].own_name} ... {others[-1].own_name}" if len(others) > 1 else others[0].own_name
