@@ -213,9 +213,7 @@ class Run(RunTables):
         """
         from .features import FeatureSelection, features_of
 
-        if self.is_sweep:
-            fix = f"load one of them, such as {self.folders[0]}"
-            raise ConfigError(Problem("run", f"the folder contains {len(self.folders)} runs", str(self.path), fix=fix))
+        self.check_single()
         selection = FeatureSelection(layer, hook, role, phase, step, epoch, call, path)
         return features_of(self.files[0], selection, None if out is None else Path(out))
 

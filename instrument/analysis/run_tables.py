@@ -129,6 +129,15 @@ class RunTables:
         """Return the names of the custom statistics or metrics that are further columns of a table."""
         return {"stats": lambda: self.custom_statistics, "metrics": lambda: self.custom_metrics}.get(table, tuple)()
 
+    def check_single(self, where: str = "run") -> None:
+        """Raise a ConfigError for an argument with this name if there are several runs."""
+        if len(self.folders) > 1:
+            message, fix = (
+                f"the folder contains {len(self.folders)} runs",
+                f"load one of them, such as {self.folders[0]}",
+            )
+            raise ConfigError(Problem(where, message, str(self.path), fix=fix))
+
     @property
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason; filled when tables are read."""

@@ -36,9 +36,6 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
     number of segments; the new name contains the same wildcards. `.` is the root. If several entries match a layer,
     the one with the most segments counts.
 
-    Args:
-        rename: Names in this run and in the other run, such as `{"encoder": "backbone", "h.*.mlp": "blocks.*.ffn"}`.
-
     Raises:
         ConfigError: An entry is invalid, matches no layer, or leads to no layer of the other run; or two layers get the
             same name.
@@ -108,20 +105,13 @@ IntegerArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RecordedTable:
-    """The extent of what one run recorded in a table.
+    """The extent of what one run recorded in a table."""
 
-    Attributes:
-        locations: One row per location, with the columns of `LOCATION`, `module_type`, `scope`, and `order`: its index in
-            the order of execution.
-        rows: The number of rows by phase and step.
-        bytes: The size of recorded tensors by step and layer, with eight bytes per element; empty for statistics.
-        dtypes: The dtypes of recorded tensors; empty for statistics.
-    """
-
+    # By location: `LOCATION`, `module_type`, `scope`, and `order`, its index in the order of execution.
     locations: pd.DataFrame
-    rows: Counter[tuple[str, int]]
-    bytes: Counter[tuple[int, str]]
-    dtypes: tuple[str, ...]
+    rows: Counter[tuple[str, int]]  # by phase and step
+    bytes: Counter[tuple[int, str]]  # of tensors, by step and layer, with eight bytes per element; empty for statistics
+    dtypes: tuple[str, ...]  # of tensors; empty for statistics
 
 
 def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> RecordedTable:
@@ -148,9 +138,7 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
 def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFrame:
     """Return the locations of a run, each once, in the order of execution; locations of training steps come first.
 
-    Args:
-        stats: The locations with statistics. Their rows have positions.
-        tensors: The locations with recorded tensors. If another hook recorded statistics of the same tensor, its order counts.
+    Only rows of statistics have positions. If another hook recorded statistics of a recorded tensor, its order counts.
     """
     place = [name for name in LOCATION if name != "hook"]
     known = tensors[[*place]].merge(stats.drop_duplicates(place)[[*place, "step", "order"]], on=place, how="left")
@@ -173,8 +161,7 @@ def batches(
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """Return the hook of the first run that corresponds to each hook, kind and role of the other run.
 
-    The corresponding hook has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and
-    role.
+    It has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and role.
     """
     series = ["hook", "kind", "role"]
     first, second = (list(dict.fromkeys(frame[series].itertuples(index=False, name=None))) for frame in (one, other))
@@ -190,11 +177,7 @@ def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str,
 def paired_locations(
     one: pd.DataFrame, other: pd.DataFrame, layers: Mapping[str, str], hooks: Mapping[tuple[str, str, str], str]
 ) -> pd.DataFrame:
-    """Return the locations of both runs.
-
-    Args:
-        one: The locations of the first run, in the order of execution.
-        layers: The name of each layer of the first run in the other run.
+    """Return the locations of both runs in the order of the first run, given the name of each of its layers in the other run.
 
     Returns:
         The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b`, `layer_b` and `path_b` with
@@ -245,11 +228,8 @@ def aligned(
 
     Rows that several processes write about the same values are matched with those of a single process.
 
-    Args:
-        columns: The columns to read in addition to the identity columns.
-
     Returns:
-        The matched rows in the order of the first run, with the columns of both runs with the suffixes `_a` and `_b`,
+        The matched rows in the order of the first run, with the `columns` of both runs with the suffixes `_a` and `_b`,
         and the numbers of rows of each run without a match.
     """
     sides = []
@@ -266,7 +246,8 @@ def aligned(
         frame = frame.assign(rank=frame["rank"].where(is_part, 0))[is_part | frame["rank"].eq(first)]
         sides.append(frame)
     keys = ["location", *MOMENT]
-    one, other = (_numbered(frame, keys) for frame in sides)
+    # The number of each row among those with the same keys is 0 in almost all runs.
+    one, other = (frame.assign(repeat=frame.groupby(keys, sort=False).cumcount()) for frame in sides)
     if one.empty or other.empty:
         return pd.DataFrame(), (len(one), len(other))
     matched = one.merge(other, on=[*keys, "repeat"], suffixes=("_a", "_b"), sort=False)
@@ -282,11 +263,6 @@ def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
         scope=matches["scope"].where(is_part, "global"),
         micro_step=matches["micro_step"].mask(matches["kind"].isin(at_optimizer), 0),
     ).drop(columns=["kind", "role"])
-
-
-def _numbered(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Add the number of each row among those with the same keys, which is 0 in almost all runs."""
-    return frame.assign(repeat=frame.groupby(list(keys), sort=False).cumcount())
 
 
 def windows(keys: Sequence[T], weights: Mapping[T, int], most: int) -> list[list[T]]:

@@ -163,17 +163,11 @@ def _opened(
     *,
     foreign: bool,
 ) -> tuple[tuple[Run, Run], Noise | None, str]:
-    """Open two runs or folders of tensors.
-
-    Returns:
-        The runs; and if at least one is a folder of tensors, the rounding noise and a description of the alignment.
-    """
+    """Return two runs or folders of tensors as runs; with a folder of tensors, also the rounding noise and the alignment as text."""
     opened = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
     for run in opened:
-        if run is not None and len(run.folders) > 1:
-            some = [str(folder) for folder in run.folders[:MAX_NAMES]]
-            message = f"the folder contains {len(run.folders)} runs, and a comparison requires one"
-            raise ConfigError(Problem(str(run.path), message, fix=f"pass one of them: {', '.join(some)}"))
+        if run is not None:
+            run.check_single()
     if opened[0] is not None and opened[1] is not None and not expressions:
         return (opened[0], opened[1]), None, ""
     from .foreign_runs import opened_folders  # imports torch, which a comparison of two runs does not need

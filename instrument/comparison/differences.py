@@ -25,16 +25,11 @@ from ..tables.statistics import COUNTS, REMAINDERS, statistic_of
 
 @dataclass(frozen=True)
 class Precision:
-    """A floating-point type.
-
-    Attributes:
-        digits: The number of binary digits of its significand, including the hidden one.
-        tolerance: The largest relative difference of two runs with this type that rounding errors explain.
-    """
+    """A floating-point type."""
 
     dtype: str
-    digits: int
-    tolerance: float
+    digits: int  # the number of binary digits of its significand, including the hidden one
+    tolerance: float  # the largest relative difference of two runs with this type that rounding errors explain
 
     @property
     def unit(self) -> float:
@@ -93,11 +88,8 @@ def rounding_noise(precision: Precision, depth: int, terms: int) -> float:
     """Return the expected relative error of a layer after random rounding errors.
 
     Each layer adds one rounding, of which the errors add up like the square root of their number; so do those of the terms of a
-    sum in float32 and float64 (Higham and Mary, as above).
-
-    Args:
-        depth: The number of layers up to and including this one.
-        terms: The number of terms of the longest sum so far.
+    sum in float32 and float64 (Higham and Mary, as above). `depth` is the number of layers up to and including this one, and
+    `terms` that of the terms of the longest sum so far.
     """
     is_summed_in_own_type = precision.digits >= PRECISIONS["float32"].digits
     return _RMS_OF_ROUNDING * precision.unit * math.sqrt(depth * (terms if is_summed_in_own_type else 1))
@@ -129,17 +121,10 @@ _BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 
 
 class TensorErrors(NamedTuple):
-    """The differences between two tensors a and b of the same shape.
+    """The differences between two tensors a and b of the same shape, as in `Diff.tensors`.
 
-    Attributes:
-        l2: The relative error |a - b| / max(|a|, |b|) with L2 norms; infinite if the non-finite elements of a and b differ.
-            Two NaN are equal, and so are -0.0 and 0.0.
-        cosine: The cosine of the angle between a and b; 1 if both are zero, 0 if only one is.
-        max_abs: The largest |a_i - b_i|.
-        max_rel: The largest |a_i - b_i| / max(|a_i|, |b_i|), from 0 to 2.
-        ulp: The number of elements whose distance is in each bin of `ULP_BINS`, in units in the last place of the
-            coarser type; int64, shape [13]. Zeros for types that are not floating-point types of 16 to 64 bits.
-        equal_bits: Whether the dtypes and all bits are equal.
+    `l2` and `max_abs` are infinite if the non-finite elements of a and b differ. Two NaN are equal, and so are -0.0 and 0.0. `cosine` is 1
+    if both are zero, and 0 if only one is. `ulp`, int64 [13], is zero for types that are not floating-point types of 16 to 64 bits.
     """
 
     l2: float

@@ -21,7 +21,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..analysis.load import Run
 from ..config.parse import build
 from ..errors import ConfigError, Problem, first_line
 from ..fields.field_types import Spec
@@ -75,11 +74,7 @@ class Reader:
 
 
 class Entry(NamedTuple):
-    """One tensor of a folder: where it was computed, and how it is read.
-
-    Attributes:
-        dims: The names of its first dimensions, if known.
-    """
+    """One tensor of a folder: where it was computed, and how it is read."""
 
     layer: str
     role: str
@@ -88,7 +83,7 @@ class Entry(NamedTuple):
     step: int = 0
     call: int = 0
     module_type: str = ""
-    dims: tuple[str, ...] = ()
+    dims: tuple[str, ...] = ()  # the names of its first dimensions, if they are known
 
     @property
     def name(self) -> tuple[str, str, str, int]:
@@ -103,22 +98,14 @@ class Entry(NamedTuple):
 
 
 class ForeignFolder(RunFiles):
-    """The tensors of a folder as rows of the table `tensors`, which are read when they are needed.
-
-    Attributes:
-        entries: The tensors, by step in the order of execution as far as it is known.
-        ids: The ids of the batch of each step, such as `input_ids`.
-        skipped: The tensors that the writer could not write, each with the reason.
-        torch: The version of PyTorch of the writer; None if it is unknown.
-        phase: The phase of the steps.
-    """
+    """The tensors of a folder as rows of the table `tensors`, which are read when they are needed."""
 
     def __init__(self, path: Path, entries: Sequence[Entry] = ()) -> None:
         super().__init__(path)
-        self.path, self.entries = path, [*entries]
-        self.ids: dict[int, dict[str, Tensor]] = {}
-        self.skipped: dict[str, str] = {}
-        self.torch: str | None = None
+        self.path, self.entries = path, [*entries]  # by step, in the order of execution as far as it is known
+        self.ids: dict[int, dict[str, Tensor]] = {}  # those of the batch of each step, such as `input_ids`
+        self.skipped: dict[str, str] = {}  # the tensors that the writer could not write, each with the reason
+        self.torch: str | None = None  # the version of PyTorch of the writer, if it is known
         self.phase = "forward"
 
     def info(self) -> dict[str, Any]:
@@ -151,10 +138,6 @@ class ForeignFolder(RunFiles):
         place |= {"kind": KIND_OF_ROLE[entry.role], "phase": self.phase, "hook": "dump", "scope": "global"}
         zeros = dict.fromkeys(("micro_step", "epoch", "rank", "backward"), 0)
         return place | zeros | {"recompute": False, "mesh": "", "placement": ""}
-
-    def run(self) -> Run:
-        """Return the tensors as a run."""
-        return Run(self.path, [self.path], [self])
 
 
 class TensorMeaning(Spec):

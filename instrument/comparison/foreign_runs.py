@@ -51,15 +51,12 @@ def with_derived(
 ) -> list[Entry]:
     """Return the tensors of B with those that expressions compute for tensors of A.
 
+    The tensors that expressions use are left out, unless A has a layer of their name.
+
     Args:
-        entries: The tensors of B.
-        others: The tensors of A.
         expressions: The expression of each name of A, `LAYER` or `LAYER:ROLE.PATH`. The default is the first output. Each
             `*` of a name in an expression is what the wildcard with the same number matches in the name of A.
         names: The name of each layer of A in B, which the computed tensors get.
-
-    Returns:
-        The tensors, without those that expressions use, unless A has a layer of their name.
 
     Raises:
         ConfigError: An expression is invalid, or a name matches no tensor.
@@ -147,11 +144,7 @@ def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
 
 
 def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
-    """Return the value of an expression.
-
-    Raises:
-        ConfigError: The arguments of a function or the shapes of the tensors do not fit.
-    """
+    """Return the value of an expression. Raise a ConfigError if its arguments or the shapes of the tensors do not fit."""
     tensors = {name: entry.load() for name, entry in sources.items()}
     try:
         value: Tensor = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})[...]  # an error if it is not a tensor
@@ -167,17 +160,13 @@ MAX_NAMES = 4  # maximum number of tokens or layers in a message
 
 @dataclass(frozen=True)
 class Noise:
-    """The rounding noise of tensors: their largest relative L2 errors against the same tensors in float64.
+    """The rounding noise of tensors: their largest relative L2 errors against the same tensors in float64."""
 
-    Attributes:
-        errors: For each side that was measured, `a` or `b`: the errors by layer, role and path.
-        source: A description of how the noise is known.
-        order: The index of each tensor of A in the order of execution, by layer, role, path, call and step.
-    """
-
-    errors: Mapping[str, Mapping[tuple[str, str, str], float]]
-    source: str
-    order: Mapping[tuple[str, str, str, int, int], int]
+    errors: Mapping[
+        str, Mapping[tuple[str, str, str], float]
+    ]  # of each measured side, `a` or `b`, by layer, role and path
+    source: str  # how the noise is known
+    order: Mapping[tuple[str, str, str, int, int], int]  # of execution of A, by layer, role, path, call and step
 
     def of(self, locations: pd.DataFrame) -> np.ndarray:
         """Return the noise of each location, the larger one of both sides; float64, shape [locations], NaN where it is unknown."""
@@ -195,13 +184,7 @@ def opened_folders(
     rename: Mapping[str, str],
     expressions: Mapping[str, str],
 ) -> tuple[tuple[Run, Run], Noise, str]:
-    """Open two folders, of which at least one contains tensors of another program.
-
-    Args:
-        paths: The two folders.
-        opened: Those that are runs; None for folders of tensors.
-        rename: The layers with another name in B.
-        expressions: The expressions of tensors of B; see `with_derived`.
+    """Open two folders, of which at least one contains tensors of another program (None in `opened`).
 
     Returns:
         The runs, the rounding noise, and a description of the alignment.
@@ -232,7 +215,7 @@ def opened_folders(
     measured = " and ".join(str(each.path) for each in (exact_a, exact_b) if each)
     source = f"measured against {measured}" if measured else "estimated from dtype, depth and length of sums"
     a.entries, b.entries, a.phase, b.phase = of_a, of_b, _phase(opened[1]), _phase(opened[0])
-    one, other = opened[0] or a.run(), opened[1] or b.run()
+    one, other = (run or Run(each.path, [each.path], [each]) for each, run in zip((a, b), opened, strict=True))
     lines = [alignment] if alignment else []
     for side, folder in (("A", a), ("B", b)):
         lines += [f"not written by {side}: {name} ({text})" for name, text in folder.skipped.items()]
@@ -266,19 +249,13 @@ def _entries_of(run: Run) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a folder.
+    """The tokens of a folder."""
 
-    Attributes:
-        table: One row per token that is not padding: `index` (among all ids of all steps), `sample`, `position`, and `token` (its
-            id; -1 if unknown).
-        shapes: The shape of the ids of each step: [batch, tokens]; [tokens] if samples are packed; [batch] if only samples
-            are known.
-        is_named: Whether the samples have ids that both folders can share.
-    """
-
+    # One row per token that is not padding: `index` (among all ids of all steps), `sample`, `position`, and `token` (its id, or -1).
     table: pd.DataFrame
+    # Of the ids of each step: [batch, tokens]; [tokens] if samples are packed; [batch] if only samples are known.
     shapes: dict[int, tuple[int, ...]]
-    is_named: bool
+    is_named: bool  # whether the samples have ids that both folders can share
 
 
 def _aligned(

@@ -36,7 +36,6 @@ _NEAR = 8  # outputs before one in which its terms are looked for
 JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
 MAX_LISTED = 6  # operators between two matched ones that are listed
 
-
 _EARLIER = "the weights, the state of the optimizer or the batch. Replay an earlier step."
 
 

@@ -121,11 +121,7 @@ class MatchedOutputs:
         return {**self.programs[0].iloc[self.at[0, output]]}, text
 
     def only_in_some(self) -> tuple[int, dict[str, Any], str] | None:
-        """Return the first operator that some processes of a run have, and others do not. None without one.
-
-        Returns:
-            The number of matched outputs before it, its row, and the ranks that have it, as text.
-        """
+        """Return the number of outputs before the first operator that only some processes of a run have, its row, and their ranks."""
         unmatched = [
             rows.assign(program=at, call=calls, before=np.searchsorted(matched, np.arange(len(rows)))).drop(matched)
             for at, (rows, calls, matched) in enumerate(zip(self.programs, self._calls, self.at, strict=True))

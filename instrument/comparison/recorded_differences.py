@@ -83,13 +83,10 @@ class Comparison:
     Attributes:
         tolerances: The tolerance of each location; float64, shape [locations].
         rows: The number of compared rows of statistics of each location; int64, shape [locations].
-        with_bits: The number of rows with fingerprints in both runs.
-        first_bits: The step, the location and the call of the first fingerprints that differ; None without one.
         has_values: Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
         precisions: The precisions of the two runs; empty before the first rows are compared.
-        first: The first difference above the tolerance; None without one.
-        unmatched: For each run, the number of rows without a match at a common step, and of all rows at steps that only it recorded.
-        other_parts: The number of pairs of tensors that are not compared, because the runs recorded different parts.
+
+    The other attributes are those of `Diff`; `unmatched` is `unmatched_rows` there.
     """
 
     def __init__(

@@ -17,8 +17,7 @@ from ..formatting import shorten
 from ..plot.axes_and_scales import BLANK, LETTER, colours, new_charts, plain, token_label, width_or
 from ..plot.feature_maps import with_title
 from ..plot.look import Look, current
-from ..plot.plot_function import plot
-from ..plot.source import at_layers, check_source
+from ..plot.plot_function import at_layers, check_source, plot
 from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.tensor_images import smaller
 from ..errors import InstrumentError
-from ..plot.compare import final_values
-from ..plot.importance import importance
+from ..plot.compare import final_values, importance
 from ..report.charts import rounded
 from ..report.panels import Panel, as_svg
 from ..report.sweep_page import METRICS

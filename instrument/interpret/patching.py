@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,7 @@ from ..plot.compare import METRICS, combine_runs
 from ..plot.look import Look, axis_name, current
 from ..plot.plot_function import plot
 from ..tables.statistics import STATISTICS
-from .attribution_result import Attribution
+from .attribution import Attribution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,9 +138,7 @@ def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Cal
 
 
 def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | None, hook: str | None) -> float:
-    if len(baseline.folders) > 1:
-        message = f"the folder contains {len(baseline.folders)} runs"
-        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
+    baseline.check_single("baseline")
     if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
         message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
         raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
@@ -217,14 +215,8 @@ LAYERS = "layers"
 MAX_NAMES = 12  # maximum number of names in an error message
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A run in the grid.
-
-    Attributes:
-        treated: Index of the run with the intervention.
-        baseline: Index of the run without it that has the same seed and is equal otherwise; None without such a run.
-    """
+class Cell(NamedTuple):
+    """A run with the intervention in the grid (`treated`), and the run without it that is equal otherwise, if any, by index."""
 
     row: int
     column: int
@@ -234,23 +226,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class InterventionGrid:
-    """The finished runs of a sweep that differ in one or two fields of an intervention.
-
-    Attributes:
-        row_key: The configuration key of the rows, such as `hooks.patch.layers`.
-        column_key: The configuration key of the columns, such as `hooks.patch.positions`; empty if only one key differs.
-        rows: The value of each row as text. Layers are in the order of their definition.
-        columns: The value of each column as text. Indices are in ascending order; negative ones come last.
-        left_out: The reason for each run that is not in the grid, by index of the run.
-    """
+    """The finished runs of a sweep that differ in one or two fields of an intervention."""
 
     hook: str
-    row_key: str
-    column_key: str
-    rows: list[str]
-    columns: list[str]
+    row_key: str  # the configuration key of the rows, such as `hooks.patch.layers`
+    column_key: str  # that of the columns, such as `hooks.patch.positions`; empty if only one key differs
+    rows: list[str]  # the value of each row as text; layers are in the order of their definition
+    columns: list[str]  # the value of each column as text; indices are in ascending order, negative ones come last
     cells: list[Cell]
-    left_out: dict[int, str]
+    left_out: dict[int, str]  # the reason for each run that is not in the grid, by index of the run
 
     @property
     def has_baseline(self) -> bool:
@@ -258,17 +242,10 @@ class InterventionGrid:
         return any(cell.baseline is not None for cell in self.cells)
 
     def numbers(self, number: Callable[[int], float], baseline: float | None = None) -> np.ma.MaskedArray:
-        """Return the numbers of the runs of each cell.
+        """Return the numbers of the runs of each cell, given that of a run by its index: float64 [rows, columns, seeds].
 
-        If there are baselines, these are differences: the number of each run minus that of its baseline. Runs without a baseline
-        do not count then.
-
-        Args:
-            number: Returns the number of a run, by the index of the run.
-            baseline: The number of the baseline of all runs. Default: that of the baseline of each run.
-
-        Returns:
-            float64, shape [rows, columns, seeds]; masked where a cell has fewer runs, or runs without a baseline if others have one.
+        If there are baselines, these are differences: the number of each run minus that of its baseline, or of the `baseline` of
+        all runs. Masked where a cell has fewer runs, or runs without a baseline if others have one.
         """
         number = cache(number)  # several runs have the same baseline
         cell_values: dict[tuple[int, int], list[float]] = {}
@@ -278,21 +255,17 @@ class InterventionGrid:
             own = 0.0 if cell.baseline is None else number(cell.baseline)
             value = number(cell.treated) - (own if baseline is None else baseline)
             cell_values.setdefault((cell.row, cell.column), []).append(value)
-        grid = np.full((len(self.rows), len(self.columns), max(map(len, cell_values.values()), default=1)), np.nan)
-        known = np.zeros(grid.shape, bool)
+        most = max(map(len, cell_values.values()), default=1)
+        grid = np.ma.MaskedArray(np.full((len(self.rows), len(self.columns), most), np.nan), True)
         for at, numbers in cell_values.items():
             grid[*at, : len(numbers)] = numbers
-            known[*at, : len(numbers)] = True
-        return np.ma.MaskedArray(grid, ~known)
+        return grid
 
 
 def intervention_grid(run: RunTables, intervention: str | None = None) -> InterventionGrid:
-    """Arrange the runs of a sweep over an intervention as a grid.
+    """Arrange the runs of a sweep over an intervention, by default the only one whose fields differ, as a grid.
 
     Runs that differ only in their seed share a cell. Of runs that are equal, the last one counts.
-
-    Args:
-        intervention: Name of the intervention. Default: the only one whose fields differ.
 
     Raises:
         InstrumentError: No intervention or several differ between the runs, or they differ in more than two keys.
@@ -309,17 +282,13 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
     row, column = (keys[0], keys[1]) if len(keys) == 2 else (LAYERS, keys[0] if keys[0] != LAYERS else "")
     treated = [training for training in finished if hook in training.interventions]
     _check_unique(treated, hook, keys)
-    row_values = {training.index: _field(training, hook, row) for training in treated}
-    column_values = {training.index: _field(training, hook, column) for training in treated}
-    rows, columns = _ordered(run, row_values.values()), _ordered(run, column_values.values())
+    values = [{each.index: canonical_json(_field(each, hook, key)) for each in treated} for key in (row, column)]
+    rows, columns = (_ordered(run, texts.values()) for texts in values)
     controls = {training.identity: training.index for training in finished if hook not in training.interventions}
     cells = {}
     for training in treated:
-        at = (
-            rows.index(canonical_json(row_values[training.index])),
-            columns.index(canonical_json(column_values[training.index])),
-        )
-        cells[(*at, training.seed)] = Cell(*at, training.index, controls.get(training.without([HOOKS, hook])))
+        at = rows.index(values[0][training.index]), columns.index(values[1][training.index])
+        cells[at, training.seed] = Cell(*at, training.index, controls.get(training.without([HOOKS, hook])))
     start = f"{HOOKS}.{hook}."
     return InterventionGrid(
         hook,
@@ -391,9 +360,8 @@ def _field(training: Training, hook: str, field: str) -> Any:
     return training.at([HOOKS, hook, *field.split(".")]) if field else None
 
 
-def _ordered(run: RunTables, values: Any) -> list[str]:
-    """Return the different values as JSON: layers in their order, indices in ascending order, others as they come."""
-    unique = list(dict.fromkeys(map(canonical_json, values)))
+def _ordered(run: RunTables, values: Iterable[str]) -> list[str]:
+    """Return the different values, which are JSON: layers in their order, indices in ascending order, others as they come."""
     layers = {name or ".": rank for rank, name in enumerate(run.single(0).read("layers", ["layer"])["layer"])}
 
     def order(text: str) -> tuple[Any, ...]:
@@ -405,7 +373,7 @@ def _ordered(run: RunTables, values: Any) -> list[str]:
             return (1, first < 0, value if isinstance(value, list) else [value])
         return (2,)
 
-    return sorted(unique, key=order)
+    return sorted(dict.fromkeys(values), key=order)
 
 
 def _text(value: Any) -> str:
@@ -416,29 +384,16 @@ def _text(value: Any) -> str:
     return ", ".join(each if isinstance(each, str) else to_yaml(each) for each in values)
 
 
-# ------------------------------------------------------------------------------------------------ numbers
-
-
 def metric_of(run: RunTables, index: int, metric: str) -> float:
     """Return a metric of one of several runs: that of the last evaluation or of all batches, otherwise its mean over the steps."""
-    value = run.infos[index]["metrics"].get(metric)
-    if value is not None:
+    if (value := run.infos[index]["metrics"].get(metric)) is not None:
         return float(value)
     means = means_of(run.single(index), "metrics")
-    if metric not in means.columns:
-        return float("nan")
     return _mean(means, metric, range(len(means.locations)))
 
 
 def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | None) -> float:
-    """Return the mean of a statistic over the steps of one of several runs.
-
-    Args:
-        where: Conditions on `layer`, `hook` and other columns that identify a location; None for any.
-
-    Raises:
-        InstrumentError: No location or several match.
-    """
+    """Return the mean of a statistic over the steps of one of several runs, at the only location that matches `where`."""
     one = run.single(index)
     if statistic not in averaged_columns(one, "stats"):
         return float("nan")
@@ -456,6 +411,6 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
 
 
 def _mean(means: Means, name: str, rows: Sequence[int]) -> float:
-    at = means.columns.index(name)
-    numbers = [float(means.values[i, at]) for i in rows if means.counts[i, at]]
+    at = means.columns.index(name) if name in means.columns else None
+    numbers = [float(means.values[i, at]) for i in rows if at is not None and means.counts[i, at]]
     return float(np.mean(numbers)) if numbers else float("nan")

@@ -19,7 +19,7 @@ from ..config.base import HookBase, parse_slice
 from ..config.selection import SelectionError, selected_indices
 from ..errors import InstrumentError, Problem, similar_names
 from ..formatting import shorten
-from ..plot.source import check_type
+from ..plot.plot_function import check_type
 from ..storage.run_record import WEIGHTS
 from ..tables.kinds import KINDS
 
@@ -34,30 +34,19 @@ _INTEGERS = ("int", "uint")
 
 
 class AttentionMaps(NamedTuple):
-    """The attention maps of one sample.
+    """The attention maps of one sample, with the indices of the heads, and the positions of the queries and keys, in the model."""
 
-    Attributes:
-        values: [heads, queries, keys]; without heads, [1, queries, keys].
-        heads: The index of each head in the model; empty if the tensor has no dimension of heads.
-        queries: The position of each query in the model.
-        keys: The position of each key in the model.
-    """
-
-    values: Array
-    heads: list[int]
+    values: Array  # [heads, queries, keys]; without heads, [1, queries, keys]
+    heads: list[int]  # empty if the tensor has no dimension of heads
     queries: list[int]
     keys: list[int]
 
 
 @dataclass(frozen=True)
 class AttentionTensor(PlottedTensor):
-    """A recorded tensor of which a block was recorded. It may hold attention maps.
+    """A recorded tensor of which a block was recorded. It may hold attention maps."""
 
-    Attributes:
-        indices: For each dimension of `source_shape`, the recorded indices.
-    """
-
-    indices: tuple[tuple[int, ...], ...]
+    indices: tuple[tuple[int, ...], ...]  # the recorded ones, for each dimension of `source_shape`
 
     def read(self, run: RunTables | pd.DataFrame) -> Array:
         """Return the recorded values, with one dimension for each dimension of `source_shape`."""
@@ -110,11 +99,7 @@ def _blocks(run: RunTables | pd.DataFrame, dims: Collection[int], dtypes: tuple[
 
 
 def sample_ids(run: RunTables, batches: Collection[Batch]) -> dict[int | str, list[tuple[Batch, int]]]:
-    """Return where the samples of some batches are, by the id of the sample.
-
-    Returns:
-        For each id, the batches and the positions in them, in the order of the steps. Empty if the ids are unknown.
-    """
+    """Return the batches and the positions in them of each sample, by its id, in the order of the steps; empty without ids."""
     columns = [*Batch._fields, "position", "sample", "id"]
     samples = run.read("samples", columns).sort_values(columns[:-2], kind="stable")
     places: dict[int | str, list[tuple[Batch, int]]] = {}
@@ -144,11 +129,7 @@ def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
 
 
 def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tuple[tuple[int, ...], ...] | None:
-    """Return the recorded indices along each dimension of a tensor.
-
-    Returns:
-        The indices; None if the recorded elements do not form a block, or are unknown.
-    """
+    """Return the recorded indices along each dimension of a tensor; None if they do not form a block, or are unknown."""
     taken: list[Sequence[int]] = [range(size) for size in source]
     if spec is None:  # a DataFrame does not contain the selections of the hooks
         taken[0] = range(*shape[:1])
@@ -211,22 +192,15 @@ class Recorded:
         return rows
 
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
-        """Return the names of recorded layers, in forward order.
+        """Return the names of recorded layers: the given ones, or in forward order all with floating-point tensors.
 
-        Args:
-            layers: The layers; None for all with floating-point tensors.
-            size: The size of the last dimension in the model, without `layers`; None for any.
-
-        Raises:
-            InstrumentError: A layer has no tensors, or there are none.
+        Without given layers, `size` is that of the last dimension in the model. Raise an InstrumentError if a layer has no tensors.
         """
         if isinstance(layers, str):
             raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=f"pass [{layers!r}]"))
-        if run.folders != [run.path]:
-            message = f"the folder contains {len(run.folders)} runs"
-            raise InstrumentError(Problem("run", message, fix="load one of them"))
+        run.check_single()
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
-        is_float = rows["dtype"].str.startswith(("float", "bfloat"))
+        is_float = rows["dtype"].str.startswith(_FLOATS)
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
         shapes = {
             name or ".": list(map(int, shape)) for name, shape in zip(rows["layer"], rows["source_shape"], strict=True)
@@ -238,13 +212,13 @@ class Recorded:
             if layer not in shapes:
                 message, near = "no tensors of this layer were recorded", similar_names(layer, shapes)
                 raise InstrumentError(Problem("layers", message, layer, allowed, near, fix))
+        if layers is not None:
+            return list(layers)
         names = [name for name, shape in shapes.items() if size is None or (shape and shape[-1] == size)]
-        if layers is None and not names:
+        if not names:
             message = "no layer was recorded" + ("" if size is None else f" with {size} features in the last dimension")
             raise InstrumentError(Problem("layers", message, allowed=allowed, fix=fix))
-        return (
-            sorted(names, key=rank_in([name or "." for name in forward_order(run)])) if layers is None else list(layers)
-        )
+        return sorted(names, key=rank_in([name or "." for name in forward_order(run)]))
 
     def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
         """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model."""
@@ -257,12 +231,9 @@ class Recorded:
         return list(range(count)), count
 
     def read(self, run: Run, layer: str) -> Features:
-        """Return the tensors of a layer in the order of the ids.
+        """Return the tensors of a layer in the order of the ids. Raise an InstrumentError if the selection is ambiguous.
 
         If the run has no ids, the samples of all recorded batches are numbered from 0, in the order of the batches.
-
-        Raises:
-            InstrumentError: The selection is ambiguous, or the tensors cannot be read.
         """
         if run.count("samples"):
             return run.features(layer, **self.conditions)

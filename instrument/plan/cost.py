@@ -14,15 +14,13 @@ from ..stats.sums import COLUMNS
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a run: steps, micro-batches per step (`accumulate`), batches per epoch, of which the last step of an epoch takes the
-    remaining ones, the steps with an evaluation, and batches per evaluation.
-    """
+    """The length of a run."""
 
     steps: int
-    accumulate: int
-    epoch_batches: int
-    evaluations: Evaluations
-    eval_batches: int
+    accumulate: int  # micro-batches per step
+    epoch_batches: int  # of which the last step of an epoch takes the remaining ones
+    evaluations: Evaluations  # the steps with an evaluation
+    eval_batches: int  # per evaluation
 
     @property
     def epoch_steps(self) -> int:
@@ -37,33 +35,24 @@ class Length:
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of one spec in a run: rows, bytes on disk, and the seconds that it adds to a scheduled step (0 for other phases).
+    """The estimated cost of one spec in a run."""
 
-    Attributes:
-        firings: The number of steps, or evaluations, at which it is scheduled.
-        memory: Bytes in memory: of the tensors that a spec with `keep` keeps.
-        tensor_rows: Those of the rows that contain a recorded tensor.
-        tensor_bytes: The bytes of these rows.
-    """
-
-    firings: int
+    firings: int  # the number of steps, or evaluations, at which it is scheduled
     rows: int
-    bytes: int
-    seconds: float
-    memory: int = 0
-    tensor_rows: int = 0
-    tensor_bytes: int = 0
+    bytes: int  # on disk
+    seconds: float  # that it adds to a scheduled step; 0 for other phases
+    memory: int = 0  # bytes of the tensors that a spec with `keep` keeps
+    tensor_rows: int = 0  # those that contain a recorded tensor
+    tensor_bytes: int = 0  # of these rows
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The estimated cost of a run: that of each spec by name, and the duration of a step without hooks (with data loading) and with them
-    (the mean over all steps), in seconds.
-    """
+    """The estimated cost of a run."""
 
-    cost: dict[str, Cost]
-    baseline_seconds: float
-    hooked_seconds: float
+    cost: dict[str, Cost]  # of each spec by name
+    baseline_seconds: float  # the duration of a step without hooks, with data loading
+    hooked_seconds: float  # that with hooks, the mean over all steps
 
     @property
     def slowdown(self) -> float:
@@ -123,8 +112,7 @@ def mesh_cost(
     return MeshCost(rows, size, 1 + (merged > 0) + is_large if reduces and specs else 0)
 
 
-@dataclass(frozen=True)
-class Firings:
+class Firings(NamedTuple):
     """The steps at which a spec is scheduled, and how often it acts on each of its tensors in total.
 
     For the phases eval and probe, the steps are the numbers of those completed before an evaluation, or a pass of the probe batch.

@@ -46,12 +46,13 @@ def plan_view(
 ) -> RenderableType:
     """Render the complete plan with rich. `folder`: the one in which a run would be created."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
+    data = plan_data(plan, inferred_by_phase, forecast, steps)
     called = [name for name, spec in plan.specs.items() if spec.action == "call"]
     uncalled = "without the functions of action call, which a plan does not call"
     parts: list[RenderableType] = [
         module_tree(plan, next(iter(inferred_by_phase.values()), {}), colours),
         Text(),
-        _costs(plan, forecast, steps, colours),
+        _costs(data, forecast, colours),
         Text(
             f"mean time per step on this machine: {human_seconds(forecast.baseline_seconds)} without hooks, "
             f"{human_seconds(forecast.hooked_seconds)} with hooks ({forecast.slowdown:+.1%})",
@@ -64,13 +65,9 @@ def plan_view(
     ]
     if any(len(names) > 1 for layer in plan.layers for names in execution_order(plan, layer)):
         parts.insert(1, Text("a → b: both hooks act on the same tensor, a first", style="dim"))
-    notes = list(plan_notes(plan, inferred_by_phase))
-    if notes:
-        parts += [
-            Text(),
-            Text("Not matched or not recorded:", style="bold"),
-            *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
-        ]
+    if data["notes"]:
+        notes = (Padding(Text(note), (0, 0, 0, 2)) for note in data["notes"])
+        parts += [Text(), Text("Not matched or not recorded:", style="bold"), *notes]
     return Group(*parts)
 
 
@@ -131,8 +128,8 @@ def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:
             )
 
 
-def _costs(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str, str]) -> Table:
-    counts = ((len(plan.specs), "hook"), (steps, "step"))
+def _costs(data: Mapping[str, Any], forecast: Forecast, colours: Mapping[str, str]) -> Table:
+    counts = ((len(data["hooks"]), "hook"), (data["steps"], "step"))
     title = " in ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in ("hook", "action", "at", "when", "rows", "bytes", "time"):
@@ -140,28 +137,20 @@ def _costs(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str,
         table.add_column(
             name, justify="left" if folds or name == "hook" else "right", no_wrap=not folds, overflow="fold"
         )
-    for name, spec in plan.specs.items():
-        estimate = forecast.cost[name]
-        schedule = escape(str(spec.schedule) + _condition(spec))
-        table.add_row(
-            f"[{colours[name]}]{name}[/]",
-            f"{spec.kind}: {escape(describe_action(spec))}",
-            str(len(plan.of(name))),
-            schedule if estimate.firings else f"[red]never[/]: {schedule}",
-            f"{estimate.rows:,}",
-            human_bytes(estimate.bytes),
-            "" if spec.phase not in STEP_PHASES else f"+{forecast.share(name, steps):.1%}",
-        )
-    if plan.specs:
-        cost = forecast.cost.values()
-        total = (
-            f"{sum(each.rows for each in cost):,}",
-            human_bytes(sum(each.bytes for each in cost)),
-            f"{forecast.slowdown:+.1%}",
-        )
+    for hook in data["hooks"]:
+        name, action = f"[{colours[hook['name']]}]{hook['name']}[/]", f"{hook['kind']}: {escape(hook['action'])}"
+        never = "" if forecast.cost[hook["name"]].firings else "[red]never[/]: "
+        table.add_row(name, action, str(len(hook["at"])), never + escape(hook["when"]), *_cost_cells(hook))
+    if data["hooks"]:
+        count = sum(len(hook["at"]) for hook in data["hooks"])
         table.add_section()
-        table.add_row("[bold]total[/]", "", str(len(plan.sites)), "", *(f"[bold]{number}[/]" for number in total))
+        table.add_row("[bold]total[/]", "", str(count), "", *(f"[bold]{cell}[/]" for cell in _cost_cells(data)))
     return table
+
+
+def _cost_cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    time = "" if entry["time"] is None else f"{entry['time']:+.1%}"
+    return f"{entry['rows']:,}", human_bytes(entry["bytes"]), time
 
 
 def _condition(spec: HookSpec) -> str:
@@ -343,11 +332,7 @@ def _describe(function: FunctionInfo) -> str:
 def _add_children(tree: Tree, node: _Node, colours: Mapping[str, str]) -> None:
     for line in node.functions:
         tree.add(line)
-    _add_nodes(tree, node.children, colours)
-
-
-def _add_nodes(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> None:
-    for first, others in _group_identical(nodes):
+    for first, others in _group_identical(node.children):
         _add_children(tree.add(_label(first, colours)), first, colours)
         if others:
             names = f"{others[0].own_name} ... {others[-1].own_name}" if len(others) > 1 else others[0].own_name

@@ -56,24 +56,15 @@ def selects(spec: HookBase, name: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class RunningModule:
-    """A call of a module that is running.
-
-    Attributes:
-        observers: What observes its functions, by the name of the spec.
-        is_paused: Whether the mode is not active during this call.
-        counts: The number of calls of each function so far, by the name of the spec and of the function.
-        compiled: The observers whose functions were called by compiled code.
-        pause_reason: Why the mode was paused in it; None if it was not.
-        has_switched_mode: Whether the mode became active, or inactive, when this call started.
-    """
+    """A call of a module that is running."""
 
     frame: FrameType
-    observers: Mapping[str, Any]
-    is_paused: bool = False
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    compiled: set[Any] = field(default_factory=set)
-    pause_reason: str | None = None
-    has_switched_mode: bool = False
+    observers: Mapping[str, Any]  # of its functions, by the name of the spec
+    is_paused: bool = False  # whether the mode is not active during this call
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)  # calls so far, by the names of spec and function
+    compiled: set[Any] = field(default_factory=set)  # the observers whose functions were called by compiled code
+    pause_reason: str | None = None  # why the mode was paused in it, if it was
+    has_switched_mode: bool = False  # whether the mode became active, or inactive, when this call started
 
 
 class Owner(NamedTuple):
@@ -108,11 +99,7 @@ class FunctionMode(TorchFunctionMode):
     def run(
         self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call an observed function and return its result.
-
-        Args:
-            owners: The module calls that it belongs to, one for each spec, in the order of the configuration.
-        """
+        """Call an observed function of some module calls, one for each spec, and return its result."""
         raise NotImplementedError
 
     def __torch_function__(
@@ -279,13 +266,8 @@ def register_pauses(
 
     `nn.TransformerEncoder` converts a padded batch to a nested tensor, and `nn.MultiheadAttention` runs one fused function, unless
     a mode is active. With a mode, padded positions would have other values, and attention would refuse nested tensors. A
-    compiled module would be compiled again with the mode.
-
-    Args:
-        modules: The modules in which the mode is active. Their submodules are included.
-        pause: The forward pre hook, with keyword arguments, of a module that `needs_pause` is for.
-        end: Its forward hook, which is called after an exception too.
-        resume: The forward pre hook of the first layer of an encoder, which has chosen its path by then.
+    compiled module would be compiled again with the mode. `pause` and `end` are hooks around such a module inside the modules in
+    which the mode is active, and `resume` is one of the first layer of an encoder, which has chosen its path by then.
     """
     for part in {part: None for module in modules for part in module.modules()}:
         is_encoder = isinstance(part, nn.TransformerEncoder)

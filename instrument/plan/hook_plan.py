@@ -32,20 +32,14 @@ _PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One spec at one module, parameter or buffer.
-
-    Attributes:
-        own_name: The name of the parameter or buffer within the module; empty for kinds that see a module's tensors.
-        note: Why the hook cannot fire there, if that is known in advance; otherwise empty.
-        parameters: For a penalty on the loss: its parameters.
-    """
+    """One spec at one module, parameter or buffer."""
 
     spec: HookSpec
     layer: Layer
-    own_name: str = ""
+    own_name: str = ""  # of the parameter or buffer within the module; empty for kinds that see a module's tensors
     parameter: Parameter | None = None
-    note: str = ""
-    parameters: tuple[Parameter, ...] = ()
+    note: str = ""  # why the hook cannot fire there, if that is known in advance
+    parameters: tuple[Parameter, ...] = ()  # of a penalty on the loss
 
     @property
     def label(self) -> str:
@@ -69,17 +63,12 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class HookPlan:
-    """All sites of all specs on one model: specs in the order of the configuration, layers in the order of the model.
-
-    Attributes:
-        shapes_checked: Whether shape inference has checked the specs against the shapes of the modules' tensors. Otherwise each
-            site checks its first tensor.
-    """
+    """All sites of all specs on one model: specs in the order of the configuration, layers in the order of the model."""
 
     layers: Layers
     specs: Mapping[str, HookSpec]
     sites: tuple[Site, ...]
-    shapes_checked: bool = False
+    shapes_checked: bool = False  # by shape inference; otherwise each site checks its first tensor
 
     def of(self, hook: str) -> list[Site]:
         return [site for site in self.sites if site.spec.name == hook]
@@ -322,15 +311,10 @@ def _output_projections(layers: Layers) -> Iterator[tuple[Layer, Layer]]:
 
 @dataclass(frozen=True)
 class Remark:
-    """One remark. It is printed with the plan and written to `events`.
+    """One remark. It is printed with the plan and written to `events`."""
 
-    Attributes:
-        rule: The topic: hidden_module, structure, fast_path, statistics.
-        layer: The layer; None for several.
-    """
-
-    rule: str
-    layer: str | None
+    rule: str  # the topic: hidden_module, structure, fast_path, statistics
+    layer: str | None  # None for several
     message: str
     severity: Literal["info", "warning"]
 

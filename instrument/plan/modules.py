@@ -32,21 +32,13 @@ COMPUTED_FROM = ("_g", "_v", "_orig")
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One module of a model.
+    """One module of a model."""
 
-    Attributes:
-        name: Its first name in the order of `named_modules`, without segments of wrappers; empty for the root module.
-        aliases: The other names of the same module.
-        module: The module; the innermost one if wrappers share its name.
-        depth: The number of segments in its name.
-        parametrized: For a part of a parametrization (`torch.nn.utils.parametrize`): the layer whose tensor it computes.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    module: nn.Module
-    depth: int
-    parametrized: Layer | None = None
+    name: str  # the first one in the order of `named_modules`, without segments of wrappers; empty for the root module
+    aliases: tuple[str, ...]  # the other names of the same module
+    module: nn.Module  # the innermost one if wrappers share its name
+    depth: int  # the number of segments in its name
+    parametrized: Layer | None = None  # of a part of a parametrization: the layer whose tensor it computes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,11 +86,7 @@ class Layer:
 
     def own_entries(self) -> Iterator[str]:
         """Yield the names of its entries in a state dict: parameters, and persistent buffers."""
-        temporary = {
-            prefix + name
-            for prefix, module in self._registering_modules()
-            for name in module._non_persistent_buffers_set
-        }
+        temporary = {at + name for at, each in self._registering_modules() for name in each._non_persistent_buffers_set}
         yield from (name for name, _ in self.own_parameters())
         yield from (name for name in self.own_buffers() if name not in temporary)
 
@@ -197,10 +185,7 @@ class Layers:
         return [other.module for other in sorted(inside, key=lambda other: -other.depth)]
 
     def is_inlined(self, layer: Layer) -> bool:
-        """Return whether a graph of `torch.fx` or `torch.export` runs the operations of the module itself.
-
-        Such a graph keeps an empty module, for its parameters and its submodules.
-        """
+        """Return whether a graph of `torch.fx` or `torch.export` runs the operations of the module, and keeps only its parts."""
         return type(layer.module) is nn.Module and any(
             isinstance(parent, GraphModule) for parent in self.parents(layer)
         )

@@ -36,31 +36,21 @@ from .modules import Layer, Layers
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a module's input or output, which will get a gradient if `requires_grad`.
+    """One tensor of a module's input or output."""
 
-    Attributes:
-        path: Its path in a nested value.
-        shape: Its shape; for a nested tensor, the shape of its padded parts.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # in a nested value
+    shape: tuple[int, ...]  # of a nested tensor, that of its padded parts
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool  # whether it will get a gradient
 
 
 class FunctionInfo(NamedTuple):
-    """One call of a torch function in a module. The paths of its tensors start with `path`.
+    """One call of a torch function in a module. The paths of its tensors start with `path`."""
 
-    Attributes:
-        path: Its name and its number, such as `softmax.0`.
-        attention: The attention weights, or the scores, if the spec has this role and the call computes them.
-    """
-
-    path: str
+    path: str  # its name and its number, such as `softmax.0`
     inputs: list[TensorInfo]
     outputs: list[TensorInfo]
-    attention: list[TensorInfo]
+    attention: list[TensorInfo]  # the weights, or the scores, if the spec has this role and the call computes them
 
     def tensors(self, role: str) -> list[TensorInfo]:
         return {"input": self.inputs, **dict.fromkeys(ATTENTION_ROLES, self.attention)}.get(role, self.outputs)
@@ -68,11 +58,7 @@ class FunctionInfo(NamedTuple):
 
 @dataclass
 class ModuleTensors:
-    """The inputs and outputs of a module, per call.
-
-    `functions` has the function calls of the module for each spec of a function kind, also those that the spec does not
-    select.
-    """
+    """The inputs and outputs of a module, and its function calls for each spec of a function kind, selected or not, per call."""
 
     inputs: list[list[TensorInfo]] = field(default_factory=list)
     outputs: list[list[TensorInfo]] = field(default_factory=list)
@@ -97,7 +83,6 @@ def infer_shapes(
     """Run one forward pass and list the tensors of every module.
 
     Args:
-        forward: Runs the model on a batch and computes the loss.
         observe: Called with each module, `input` or `output`, and the value.
         function_sites: The sites of the function kinds. The functions of their modules are listed.
         observe_function: Called with a site, a role, and the tensors by path, for each selected function call. The roles are `input`,
@@ -117,6 +102,12 @@ def infer_shapes(
         inferred.setdefault(id(module), ModuleTensors()).inputs.append(_infos(inputs))
         if observe is not None:
             observe(module, "input", inputs)
+        if id(module) in by_module and (frame := module_frame()[0]) is not None:
+            functions, observers = inferred[id(module)].functions, {}
+            for site in by_module[id(module)]:
+                functions.setdefault(site.spec.name, []).append([])
+                observers[site.spec.name] = site, functions[site.spec.name][-1]
+            listing.enter(RunningModule(frame, observers))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         while running.pop()[0].module is not module:
@@ -131,15 +122,6 @@ def infer_shapes(
         by_module.setdefault(id(site.layer.module), []).append(site)
     listing = _FunctionListing(function_sites, (before, after), observe_function)
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
-        if (frame := module_frame()[0]) is not None:
-            functions = inferred[id(module)].functions
-            observers = {}
-            for site in by_module[id(module)]:
-                functions.setdefault(site.spec.name, []).append([])
-                observers[site.spec.name] = site, functions[site.spec.name][-1]
-            listing.enter(RunningModule(frame, observers))
-
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         listing.leave(module_frame()[0])
 
@@ -153,10 +135,7 @@ def infer_shapes(
                 layer.module.register_forward_hook(after, with_kwargs=True),
             ]
             if id(layer.module) in by_module:
-                handles += [
-                    layer.module.register_forward_pre_hook(enter),
-                    layer.module.register_forward_hook(leave, prepend=True, always_call=True),
-                ]
+                handles.append(layer.module.register_forward_hook(leave, prepend=True, always_call=True))
         handles += register_pauses_of(listing, (site.layer.module for site in function_sites))
         with without_side_effects(model, training), torch.enable_grad():
             forward()
@@ -211,16 +190,13 @@ class _FunctionListing(FunctionMode):
 
 
 def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list[TensorInfo]]:
-    calls = inferred.get(id(module))
-    if calls is None:
-        return []
+    calls = inferred.get(id(module), ModuleTensors())
     return calls.inputs if role in ("input", "grad_input") else calls.outputs
 
 
 def function_calls_of(site: Site, inferred: InferredCalls) -> list[list[FunctionInfo]]:
     """Return the function calls in a module for the spec of a site, per call of the module."""
-    calls = inferred.get(id(site.layer.module))
-    return [] if calls is None else calls.functions.get(site.spec.name, [])
+    return inferred.get(id(site.layer.module), ModuleTensors()).functions.get(site.spec.name, [])
 
 
 def calls_at(site: Site, inferred: InferredCalls) -> list[list[TensorInfo]]:
@@ -254,10 +230,7 @@ def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 @contextmanager
 def without_side_effects(model: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Restore everything that a forward pass may change: training flags, buffers, random states.
-
-    `training`: whether the model is in training mode in the block; None for its current mode.
-    """
+    """Restore training flags, buffers and random states after a forward pass in training mode or not; None for the current mode."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (buffer, buffer.detach().clone())

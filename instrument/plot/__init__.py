@@ -12,17 +12,14 @@ the first figure is drawn; without it, they raise an InstrumentError.
 from typing import Any
 
 from ..errors import ConfigError
-from .casts import casts
-from .compare import compare
-from .diff import diff
+from .compare import compare, importance
+from .diff import diff, replay
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
-from .heatmap import heatmap
+from .heatmap import casts, heatmap
 from .histogram_over_time import histogram_over_time
-from .importance import importance
 from .look import Look
 from .plot_function import PLOTS
-from .replay import replay
 
 __all__ = [
     "Look",

@@ -59,9 +59,7 @@ def new_charts(
     """Create the charts of a plot; or, of a plot with the argument `ax`, return these axes or charts in their place.
 
     Args:
-        width: Natural width of the figure, in inches.
-        height: Height of the figure, in inches.
-        rows, columns: Number of charts.
+        width, height: Natural width and height of the figure, in inches.
         as_grid: Whether the plot sets titles of the whole figure, so that a single chart is not drawn into `ax` itself.
         grid: Arguments of `Figure.subplots`.
 
@@ -199,14 +197,7 @@ def draw_zeros(axes: Axes, values: np.ndarray) -> None:
 
 
 def merge_note(table: Matrix, recorded: int, merged: str, several: bool) -> str:
-    """Return the part of an axis label that explains how values were merged; empty if no values were merged.
-
-    Args:
-        table: The matrix that is drawn.
-        recorded: Number of recorded steps in the matrix.
-        merged: How several values are merged, such as `mean`.
-        several: Whether a location has several values in one step.
-    """
+    """Return the part of an axis label that explains how values of the recorded steps, or several values in one step, were merged."""
     if table.is_grouped:
         return f" (groups of up to {-(-recorded // len(table.first))}: {merged})"
     return f" ({merged} of several in a step)" if several else ""
@@ -245,8 +236,6 @@ def colours(
     """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1.
 
     Args:
-        values: The values, any shape.
-        statistic: The statistic that they are values of.
         limits: The limits of a linear scale. Default: zero, or minus the largest magnitude if values are negative, and
             the largest magnitude.
 
@@ -307,7 +296,6 @@ def draw_cells(
 
     Args:
         height: The height of the chart, in inches.
-        label: The label of the color bar.
         missing: The meaning of values that are not finite.
         widths: Half the widths of the intervals of the values; NaN for none.
         look: The color scale, as arguments of `pcolormesh`.
@@ -335,11 +323,9 @@ def token_label(token: str) -> str:
 
 
 def add_legend(charts: np.ndarray, *, at_side: bool = False) -> None:
-    """Add one legend for all charts, below them or, if there is room, at the right; each label is shown once.
+    """Add one legend for all charts below them, or at the right if it takes less than a third of the width of the figure.
 
-    Args:
-        charts: The axes.
-        at_side: Whether the legend is placed at the right if it takes less than a third of the width of the figure.
+    Each label is shown once.
     """
     handles: dict[str, Artist] = {}
     for axes in charts.flat:

@@ -1,4 +1,4 @@
-"""Comparison of a metric or a statistic of several runs."""
+"""Comparison of a metric or a statistic of several runs, and the importance of the overrides of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack
 import numpy as np
 import pandas as pd
 
-from ..analysis.config_key_effects import student
+from ..analysis.config_key_effects import importance_of, student
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
 from ..analysis.plot_data import (
@@ -45,8 +45,7 @@ from .axes_and_scales import (
     width_of,
 )
 from .look import Look, axis_name, current
-from .plot_function import plot
-from .source import REQUIRED_COLUMNS, check_columns, check_type, series_with
+from .plot_function import REQUIRED_COLUMNS, check_columns, check_type, plot, series_with
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -309,20 +308,21 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
     """Return the position of each run on the axis of an override, and tick labels if the values are not numbers."""
     cells = {str(run): value for run, value in values.items()}
-    if all(_is_number(cell) for cell in cells.values()):
+    if all(is_number(cell) for cell in cells.values()):
         return {run: float(cell) for run, cell in cells.items()}, []
     words = {run: "not set" if is_missing(cell) else value_text(cell) for run, cell in cells.items()}
     names = list(dict.fromkeys(words.values()))
     return {run: float(names.index(word)) for run, word in words.items()}, names
 
 
-def _is_number(cell: object) -> bool:
+def is_number(cell: object) -> bool:
+    """Return whether a value is a finite number, and not a truth value."""
     return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
 
 
 def is_rate(name: str, cells: Sequence[object]) -> bool:
     """Return whether values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
-    if not all(_is_number(cell) and cell > 0 for cell in cells):  # type: ignore[operator]
+    if not all(is_number(cell) and cell > 0 for cell in cells):  # type: ignore[operator]
         return False
     values = np.unique(np.asarray(cells, np.float64))
     if len(values) < 2:
@@ -361,11 +361,7 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
 
 
 def combine_runs(runs: Run | Sequence[Run]) -> Run:
-    """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
-
-    Raises:
-        InstrumentError: `runs` is empty, or contains something else.
-    """
+    """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded."""
     if isinstance(runs, Run) and len(runs.folders) > 1:
         return runs
     found: dict[Path, RunFiles] = {}
@@ -414,3 +410,45 @@ def value_text(value: object) -> str:
 def is_missing(value: object) -> bool:
     """Return whether the value marks an override that a run does not have."""
     return value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+BARS_WIDTH = 3.4  # width of the chart of importance without labels, in inches
+
+
+@plot()
+def importance(
+    runs: Run | Sequence[Run] | pd.DataFrame, metric: str = "loss", *, phase: str | None = None, **look: Unpack[Look]
+) -> Figure:
+    """Plot the fraction of the variance of the last value of a metric that each override of a sweep explains.
+
+    The bars are the main effects of the overrides, with the rest as interactions; the seed is an override too. The error
+    bars are 95% intervals over the bootstrap samples of a regression forest; see `instrument.analysis.config_key_effects.importance_of`.
+
+    Args:
+        runs: A `Run` that contains several runs, a list of runs, or rows of the metrics table of several runs.
+        metric: A metric such as `loss` or `accuracy`, also a custom one.
+        phase: Phase of the rows. Default: `eval` if the metric was recorded there, otherwise that of steps.
+        look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.
+
+    Raises:
+        InstrumentError: The metric is unknown, fewer than 4 runs have a finite value, all values are equal, or the runs
+            do not differ in any override.
+    """
+    values, factors, title = final_values(runs, metric, phase)
+    table = importance_of(factors, values, interval=current().interval)
+    names = [str(name) for name in table.index]
+    charts = new_charts(BARS_WIDTH + width_of(names), max(1.0, height_of(0) * len(names) / 6) + 1.0)
+    axes = charts[0, 0]
+    rows = range(len(names))
+    shares = table["importance"].to_numpy()
+    axes.barh(rows, shares, height=0.7, color=colour_of(0))
+    if current().interval:
+        ends = np.abs(table[["low", "high"]].to_numpy().T - shares)
+        axes.errorbar(shares, rows, xerr=ends, fmt="none", ecolor="black", capsize=2)
+    scale(axes, "x", shares, is_log=current().scale == "log")
+    if current().scale != "log":
+        axes.set_xlim(0.0, 1.0)
+    label_locations(axes, names)
+    axes.grid(axis="x")
+    bars = f"; bars: {100 * current().interval:g}% intervals" if current().interval else ""
+    return finished(charts, f"importance for {title}", xlabel=f"fraction of the variance\n{len(values)} runs{bars}")

@@ -23,8 +23,7 @@ from ..analysis.tensor_images import (
 from ..errors import InstrumentError
 from .axes_and_scales import new_charts, plain, width_or
 from .look import SIGNED, CommonLook, current
-from .plot_function import plot
-from .source import at_layers, check_source
+from .plot_function import at_layers, check_source, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -175,9 +174,7 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     """Draw a mosaic with its color bar and channel numbers; the title says which maps are shown and which were omitted.
 
     Args:
-        axes: The axes to draw into.
         values: [C, H, W] or [out, in, H, W].
-        title: The location and the step.
         what: The name of the maps, such as `feature maps`.
         bounds: The limits of the color scale. None: each channel has its own scale, up to its largest magnitude.
     """

@@ -23,8 +23,7 @@ from .axes_and_scales import (
     width_of,
 )
 from .look import Look, axis_name, current
-from .plot_function import plot
-from .source import series_with, table_of
+from .plot_function import plot, series_with, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Heat map of a statistic over layers and steps."""
+"""Heat maps: of a statistic over layers and steps, and of what casts to narrow formats would lose."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import forward_order, matrices, row_locations, select_series, shown_first, statistics_in
+from ..analysis.plot_data import (
+    forward_order,
+    matrices,
+    rank_in,
+    row_locations,
+    select_series,
+    shown_first,
+    statistics_in,
+)
 from ..tables.statistics import statistic_of
 from .axes_and_scales import (
     add_hatch,
+    charts_beside,
     colour_bar,
     colour_of,
     colours,
+    draw_cells,
     draw_zeros,
     finished,
     height_of,
@@ -22,11 +32,11 @@ from .axes_and_scales import (
     label_steps,
     merge_note,
     new_charts,
+    plain,
     width_of,
 )
 from .look import ZERO, Look, axis_name
-from .plot_function import plot
-from .source import series_with, table_of
+from .plot_function import check_columns, plot, series_with, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,3 +106,50 @@ def heatmap(
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
     xlabel = "step" + merge_note(table, rows["step"].nunique(), statistic_of(name).merged, several)
     return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)
+
+
+CELL = 0.42  # width of a cell, in inches
+VALUES = ("quantization_error", "underflow_fraction")
+TITLES = ("signal-to-noise ratio [dB]", "underflows [%]")
+
+
+@plot(
+    interval="draws a single run, so there are no means over seeds", scale="shows decibels and percent on linear scales"
+)
+def casts(run: Run | pd.DataFrame, **look: Unpack[Look]) -> Figure:
+    """Plot the signal-to-noise ratio of casts, -10 log10(quantization_error) in dB, and the fraction of underflows in percent.
+
+    Rows are layers in forward order, columns are hooks with the format of their cast. Errors and fractions are means over the recorded
+    steps, calls and tensors of a layer.
+
+    Args:
+        run: A run, or rows of its table `casts`. The layers of a DataFrame are ordered by row.
+        look: Width, labels and axes of the figure; see `instrument.plot.Look`.
+
+    Raises:
+        InstrumentError: The table has no rows.
+    """
+    table = table_of(run, "casts")
+    check_columns(table, "casts", ("format", *VALUES))
+    frame = table[~table["recompute"]]
+    frame = frame.assign(cast=frame["hook"].astype(str) + ": " + frame["format"].astype(str))
+    layers, labels = (list(dict.fromkeys(frame[name].astype(str))) for name in ("layer", "cast"))
+    layers.sort(key=rank_in(forward_order(run)))
+    error, underflow = (
+        frame.groupby(["layer", "cast"], observed=True)[name].mean().unstack().reindex(index=layers, columns=labels)
+        for name in VALUES
+    )
+    ratio = -10.0 * np.log10(error.where(error > 0).to_numpy(np.float64))
+    percent = 100.0 * underflow.to_numpy(np.float64)
+    names = [layer or "." for layer in layers]
+    width, height = 2 * (max(1.6, CELL * len(labels)) + 0.9) + width_of(names), height_of(len(layers))
+    charts = charts_beside(width, height + width_of(labels) + 0.8, 2)
+    for axes, values, title, least in zip(charts.flat, (ratio, percent), TITLES, (None, 0.0), strict=True):
+        most = None if least is None else max(1.0, float(np.nanmax(values, initial=0.0)))
+        axes.set_title(title)
+        missing = "not recorded, zero, or without an error"
+        shown = [plain(label) for label in labels]
+        draw_cells(axes, values, names, shown, height=height, label=title, missing=missing, vmin=least, vmax=most)
+        axes.set_ylabel("layer, in forward order")
+        axes.label_outer()
+    return finished(charts)

@@ -12,8 +12,7 @@ from ..analysis.load import Run
 from ..analysis.plot_data import evenly_spaced, select_location
 from .axes_and_scales import add_hatch, colour_bar, colour_of, colours, finished, height_or, label_steps, new_charts
 from .look import Look
-from .plot_function import plot
-from .source import table_of
+from .plot_function import plot, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

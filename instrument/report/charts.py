@@ -68,10 +68,10 @@ def metric_curves(history: RunHistory, since: int = -1) -> dict[str, Any]:
 
     `bad` has, for each metric, steps at which the metric was recorded but is not finite.
     """
-    bad: dict[str, dict[str, list[int]]] = {phase: {} for phase in history.metrics}
+    curves = {phase: {**_columns(each, since, [0]), "bad": {}} for phase, each in history.metrics.items()}
     for (phase, name), steps in history.not_finite.items():
-        bad[phase][name] = steps
-    return {phase: {**_columns(each, since, [0]), "bad": bad[phase]} for phase, each in history.metrics.items()}
+        curves[phase]["bad"][name] = steps
+    return curves
 
 
 def lanes(history: RunHistory) -> dict[str, Any]:

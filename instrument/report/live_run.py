@@ -33,13 +33,7 @@ OTHER_LINES = 14  # of a frame: headings, empty lines, the first finding, progre
 
 
 class LiveRun(RunHistory):
-    """The history of a run, updated by `refresh`.
-
-    Args:
-        folder: The folder of the run, local or remote.
-        tables: The tables to read. Default: all with something that is shown.
-        room: See `RunHistory`.
-        version: The first version. Default: 0.
+    """The history of a run in a local or remote folder, updated by `refresh`. It reads some tables, or all that are shown.
 
     Attributes:
         version: A number that increases with each refresh that finds changes.
@@ -170,12 +164,7 @@ class LiveRun(RunHistory):
 
 
 def frame(live: LiveRun, height: int | None = None) -> RenderableType:
-    """Return the current state of a run.
-
-    Args:
-        live: The run.
-        height: The number of lines on the screen. Default: None, all layers are shown.
-    """
+    """Return the current state of a run, for a screen with `height` lines; without a height, with all layers."""
     findings, status = live.findings(), live.info["status"]
     name = (str(live.info.get("name") or live.folder.name), "bold")
     text = Text.assemble(name, "  ", (status, STATUS_COLOURS.get(status, "yellow")), f"  step {live.progress}")

@@ -74,13 +74,7 @@ class _ChangingPage:
 
 
 class LivePage(_ChangingPage):
-    """The page of a run in progress. Call its methods from one thread at a time.
-
-    Args:
-        live: The run.
-        sweep: The address of the page of the sweep to which the run belongs. Default: None.
-        takes_changes: Whether the page has a form that changes the run. Default: False.
-    """
+    """The page of a run in progress, with the address of the page of its sweep, if any. Call its methods from one thread at a time."""
 
     def __init__(self, live: LiveRun, *, sweep: str | None = None, takes_changes: bool = False) -> None:
         super().__init__("run.html", RUN_BLOCKS)
@@ -96,14 +90,10 @@ class LivePage(_ChangingPage):
         return values(self.source, numbers, self.source.findings(), self.source.problems) | self._options
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Return what changed after a version.
+        """Return what changed after the version that the browser has.
 
-        Args:
-            since: The version that the browser has.
-
-        Returns:
-            A dictionary with `version`; `html`, the changed parts of the page by name; and either `whole`, the data of
-            all charts, or `parts`, the changed groups of steps, and `lanes`.
+        These are `version`; `html`, the changed parts of the page by name; and either `whole`, the data of all charts, or `parts`, the
+        changed groups of steps, and `lanes`.
         """
         live, shown = self.source, lanes(self.source)
         blocks = self._changed_blocks(since, live.version, self._words(shown))
@@ -114,15 +104,7 @@ class LivePage(_ChangingPage):
 
 
 class LiveSweepPage(_ChangingPage):
-    """The page of a sweep in progress. Call its methods from one thread at a time.
-
-    Args:
-        folder: The folder of the sweep, as a path or an address.
-        link: Returns the address of the page of a job, given its name.
-
-    Raises:
-        ConfigError: See `instrument.training.sweep_jobs.jobs_in`.
-    """
+    """The page of a sweep in progress. `link` returns the address of the page of a job. Call its methods from one thread at a time."""
 
     def __init__(self, folder: str, link: Callable[[str], str]) -> None:
         super().__init__("sweep.html", SWEEP_BLOCKS)
@@ -139,15 +121,7 @@ class LiveSweepPage(_ChangingPage):
         return render("sweep.html", *self._content(), self.source.folder, live=True)
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Return what changed after a version.
-
-        Args:
-            since: The version that the browser has.
-
-        Returns:
-            A dictionary with `version`; `html`, the changed parts of the page by name; and either `whole`, the data of all
-            charts, or `runs` and `curves`, the training curves of the jobs that changed, by index.
-        """
+        """Return what changed after the version that the browser has, as for a run; `runs` and `curves` are those of changed jobs."""
         sweep = self.source
         words, numbers = self._content()
         metrics = {name for run in numbers["runs"] for name in run["metrics"]}
@@ -198,16 +172,11 @@ class LiveServer:
     """Serves the page of a run, or the pages of a sweep and its jobs. Only programs that know the token can read them.
 
     Args:
-        folder: The folder of the run.
         pause: Returns the seconds to wait after a refresh, given its processor time in seconds.
-        opening_seconds: The time to read earlier rows before a page is shown, in seconds.
-        reading_seconds: The time to read earlier rows in each later refresh, in seconds.
-        sweep: The folder of a sweep, as a path or an address, to be shown instead of a run. Default: None.
-        takes_changes: Whether the page of a run has a form that changes the run. Default: False.
-
-    Attributes:
-        token: The token.
-        page: The page of the run or the sweep.
+        opening_seconds: The time to read earlier rows before a page is shown.
+        reading_seconds: The time to read earlier rows in each later refresh.
+        sweep: The folder of a sweep, as a path or an address, to be shown instead of a run.
+        takes_changes: Whether the page of a run has a form that changes the run.
 
     Raises:
         ConfigError: The folder contains no sweep.

@@ -97,7 +97,9 @@ class LiveSweep:
             live = self.runs.get(job.folder)
             cells = [""] * (2 + len(METRICS))
             if live is not None:
-                cells = [live.progress, sparkline(_losses(live)), *map(format_number, last_metrics(live).values())]
+                losses = self.curves[job.folder].get("train", {}).get("statistics", {}).get("loss", [[]])[0]
+                line = sparkline(np.array(losses, np.float64))  # NaN for missing values
+                cells = [live.progress, line, *map(format_number, last_metrics(live).values())]
             status = Text(job.status, style=STATUS_COLOURS.get(job.status, "yellow"))
             label = Text(self.source.label(job), no_wrap=True, overflow="ellipsis")
             table.add_row(Text(job.name), status, label, *(Text(cell) for cell in cells))
@@ -109,12 +111,3 @@ def last_metrics(live: LiveRun) -> dict[str, float | None]:
     """Return the last metrics of a run, those of an evaluation if there was one, by name; None without a value."""
     last_values = {name: [live.last_metric(phase, name) for phase in ("eval", "train", "forward")] for name in METRICS}
     return {name: next((value for value in values if value is not None), None) for name, values in last_values.items()}
-
-
-def _losses(live: LiveRun) -> np.ndarray:
-    """Return the training loss over the groups of steps; float64; NaN for missing values."""
-    training = live.metrics.get("train")
-    if training is None or "loss" not in training.statistics:
-        return np.empty(0)
-    losses: np.ndarray = training.values("loss", training.groups())[0]
-    return losses

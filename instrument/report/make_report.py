@@ -19,7 +19,7 @@ from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.look import CATEGORIES, axis_name
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import run_page, sweep_page
-from .panels import Panel, label_of
+from .panels import Panel
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
@@ -69,15 +69,7 @@ def make(run: Run | str | Path) -> Report:
 def render(
     template: str, words: Mapping[str, Any], numbers: Mapping[str, Any], path: Path | str, *, live: bool = False
 ) -> str:
-    """Return a page.
-
-    Args:
-        template: The file of the template.
-        words: The values of the template; `panels` has the panels by name.
-        numbers: The data of the charts.
-        path: The folder of the run or the sweep.
-        live: Whether the page is served and updated while the run is in progress. Default: False.
-    """
+    """Return a page from the values of a template (`words`) and the data of its charts. A `live` page is updated while it is served."""
     panels: Mapping[str, Panel] = words["panels"]
     names = (*SCRIPTS, "live") if live else SCRIPTS
     scripts = [(TEMPLATES / f"{name}.js").read_text() for name in (*names, "main")]
@@ -87,7 +79,6 @@ def render(
     return str(
         page.render(
             **words,
-            label_of=label_of,
             live=live,
             path=str(path),
             script="\n".join(scripts),
@@ -100,13 +91,7 @@ def render(
 
 
 def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Return parts of a served page as HTML, by name.
-
-    Args:
-        template: The file of the template.
-        words: The values of the template.
-        names: The names of the blocks of the template.
-    """
+    """Return some blocks of the template of a served page as HTML, by name."""
     page = _templates().get_template(template)
     context = page.new_context({**words, "live": True})
     return {name: "".join(page.blocks[name](context)) for name in names}

@@ -69,11 +69,6 @@ def panels(run: Run, registry: Registry[Callable[[Run], Any]]) -> dict[str, Pane
     return sections
 
 
-def label_of(name: str) -> str:
-    """Return the name of a panel in words."""
-    return name.replace("_", " ").capitalize()
-
-
 def as_svg(figure: Any) -> str:
     """Return a matplotlib figure as SVG."""
     file = StringIO()

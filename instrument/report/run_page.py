@@ -71,15 +71,7 @@ def values(
     problems: Sequence[str],
     shown: Mapping[str, Panel] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the values of the template.
-
-    Args:
-        history: The history of the run.
-        numbers: The data of the charts, of which `acted` and `alerts` are needed.
-        all_findings: The findings.
-        problems: Files that cannot be read.
-        shown: The panels by name. Default: none.
-    """
+    """Return the values of the template. Of the data of the charts (`numbers`), `acted` and `alerts` are needed."""
     info, layers = history.info, history.layers
     hooks = dict.fromkeys(hook for row in layers for hook in row["hooks"])
     return {
@@ -196,13 +188,12 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted.
 
     Args:
-        run: The run.
         order: Layer names in forward order.
         others: The series and locations that the page shows in another way.
 
     Returns:
-        A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
-        index; `locations` and `pictures`, the total numbers of both.
+        `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by index; `locations` and `pictures`,
+        the total numbers of both.
     """
     all_maps = [one for one in maps_in(run) if (one.series, one.location) not in others]
     locations = _locations(all_maps, order)

@@ -24,7 +24,7 @@ from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError
 from ..fields.pip_extras import packages_of
 from ..formatting import format_number
-from ..plot.compare import is_rate
+from ..plot.compare import is_number, is_rate
 from ..storage.run_search import REPORT_FILE
 from ..tables.statistics import ALL
 from .charts import metric_curves, rounded
@@ -68,11 +68,7 @@ def page(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts, without those that only finished sweeps have.
 
-    Args:
-        rows: The runs.
-        keys: The overrides in which the runs differ.
-        folder: The folder of the sweep.
-        names: The names of the experiments.
+    `keys` are the overrides in which the runs differ, `names` the names of the experiments.
     """
     with packages_of("analysis", "the report of a sweep"):
         from scipy.special import stdtrit
@@ -107,7 +103,7 @@ def page(
             "name": row.name,
             "status": row.status,
             "seed": row.overrides.get("seed"),
-            "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
+            "overrides": {key: value if is_number(value := row.overrides.get(key)) else to_yaml(value) for key in keys},
             # A number that is not finite is a text.
             "metrics": {
                 key: rounded(value) if math.isfinite(value) else str(value)
@@ -180,11 +176,6 @@ def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
     return [{"severity": "error", "rule": rule, "message": message} for rule, message in alerts]
 
 
-def _cell(value: Any) -> float | str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else to_yaml(value)
-
-
 def _override_text(overrides: Mapping[str, Any], key: str) -> str:
     """Return an override as text; null for a field of a mapping that is null, and empty without an override."""
     parents = key.split(".")
@@ -234,10 +225,9 @@ def pairs(run: RunTables) -> list[Pair]:
     """Return all pairs with and without an intervention; record hooks do not change training and are ignored."""
     all_trainings, _ = trainings(run)
     by_identity: dict[str, list[int]] = {}
-    for training in all_trainings:
-        by_identity.setdefault(training.identity, []).append(training.index)
     values: dict[str, list[Mapping[str, Any]]] = {}
     for training in all_trainings:
+        by_identity.setdefault(training.identity, []).append(training.index)
         for name, settings in training.interventions.items():
             values.setdefault(name, []).append(settings)
     return [
