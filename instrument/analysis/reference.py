@@ -17,7 +17,18 @@ import pyarrow.dataset as ds
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, similar_names
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
-from ..rules.reference_ranges import KEY, METRICS, RATIOS, STARTS, Reference, phase_of, rounded, schema
+from ..rules.reference_ranges import (
+    KEY,
+    MEAN_LOSS,
+    METRICS,
+    RATIOS,
+    STARTS,
+    Reference,
+    phase_of,
+    rounded,
+    schema,
+    steps_of,
+)
 from ..rules.step_rows import BoolArray, FloatArray
 from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
@@ -52,7 +63,8 @@ def make_reference(
         runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
         statistics: The names of statistics, also custom ones, and of metrics. Default: those that the runs recorded of `rms`,
             `std`, `abs_max`, `zero_fraction`, `dead_fraction`, `saturated_fraction`, `update_ratio`, `row_entropy`, `first_fraction`,
-            `branch_ratio`, `input_cosine`, `token_cosine`, `softmax_entropy`, `z_loss`, `lr`, `loss`, `accuracy` and `grad_norm`.
+            `branch_ratio`, `input_cosine`, `token_cosine`, `softmax_entropy`, `z_loss`, `lr`, `loss`, `accuracy`, `grad_norm` and
+            `mean_loss`.
         out: The file to write. Default: None, no file.
 
     Returns:
@@ -112,15 +124,31 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
         The columns `low` and `high`, with the index `KEY`, `statistic` and `phase_of_training`.
     """
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
-    metrics = [name for name in statistics if name in METRICS]
+    metrics = [name for name in statistics if name in METRICS and name != MEAN_LOSS]
     parts: list[pd.DataFrame] = []
     for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
         parts.append(_ranges(batch.filter(pa.array(~not_finite_in(batch))).to_pandas(), columns))
     for batch in run.scan("metrics", ["step", "phase", *metrics]):
         rows = batch.to_pandas().replace([np.inf, -np.inf], np.nan)
         parts.append(_ranges(rows.assign(**{name: "" for name in KEY if name != "phase"}), metrics))
+    if MEAN_LOSS in statistics:
+        parts.append(_mean_losses(run))
     of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
     return of_batches.agg({"low": "min", "high": "max"}).astype(float)
+
+
+def _mean_losses(run: RunTables) -> pd.DataFrame:
+    """Return the mean loss of each phase of training of several steps that all have one, in the smallest and largest of all processes."""
+    of_training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
+    tables = [batch.to_pandas() for batch in run.scan("metrics", ["step", "rank", "loss"], of_training)]
+    rows = pd.concat([pd.DataFrame(columns=["step", "rank", "loss"], dtype=float), *tables])
+    rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
+    losses = rows[np.isfinite(rows["loss"])].groupby(["phase_of_training", "rank"])["loss"].agg(["mean", "count"])
+    phases = losses.index.get_level_values("phase_of_training")
+    lengths = np.array([len(steps_of(phase)) for phase in phases])
+    means = losses["mean"][(lengths > 1) & (losses["count"] == lengths)].groupby("phase_of_training")
+    found: pd.DataFrame = means.agg(low="min", high="max").reset_index()
+    return found.assign(**{**dict.fromkeys(KEY, ""), "phase": "train", "statistic": MEAN_LOSS})
 
 
 def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

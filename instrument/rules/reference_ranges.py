@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 KEY = ("hook", "layer", "kind", "role", "path", "phase")
 """The columns that identify a location in a reference. Those of metrics are empty, except `phase`."""
-METRICS = ("lr", "loss", "accuracy", "grad_norm")
+MEAN_LOSS = "mean_loss"
+"""The mean loss of all training steps of a phase of training."""
+METRICS = ("lr", "loss", "accuracy", "grad_norm", MEAN_LOSS)
 RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
 """The statistics and metrics that are never negative and not fractions."""
 ModuleSettings = Mapping[str, Mapping[str, str]]
@@ -139,6 +141,11 @@ class Reference:
         low = np.where(is_ratio, low / spread**margin, low - margin * spread)
         high = np.where(is_ratio, high * spread**margin, high + margin * spread)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+
+def steps_of(phase: int) -> range:
+    """Return the steps of a phase of training."""
+    return range(int(STARTS[phase]), int(STARTS[phase + 1]))
 
 
 def setting_name(layer: str, name: str) -> str:

@@ -222,13 +222,54 @@ def test_losses_are_compared_in_recorded_steps_and_in_evaluations(tmp_path: Path
     for every in (1, 4):
         steps = [{**step, "loss": 5.0 if step["step"] >= 7 else 1.5} for step in inside]
         steps = [step if step["step"] % every == 0 else {**step, "rows": []} for step in steps]
-        (event,) = fired(entry, steps)
+        (event,) = [event for event in fired(entry, steps) if "mean_loss" not in event.message]
         assert (event.step, event.location, event.layer, event.value) == (12 if every == 4 else 8, None, None, 5.0)
         assert event.message.endswith(": loss 5, above 2; 1 to 2 in 2 healthy runs")
     evaluations = [Step(step=at, phase="eval", loss=0.5) for at in (8, 16)]
     (event,) = fired(entry, sorted([*inside, *evaluations], key=lambda step: step["step"]))
     assert (event.step, event.value, event.threshold) == (16, 0.5, 3.0)
     assert ": eval loss 0.5, below 3; 3 to 4 in" in event.message
+
+
+def write_noisy_losses(folder: Path, count: int = 32) -> str:
+    """Write two runs with losses whose means are 4 and 8 from step 4 on, and a statistic that is 1 in every eighth step."""
+    for at, mean in enumerate((4.0, 8.0)):
+        losses = [mean + (3.0 if step % 2 else -3.0) for step in range(count)]
+        metrics = [{"step": step, "phase": "train", "loss": loss} for step, loss in enumerate(losses)]
+        write_values(folder / str(at), {"rms": [1.0] * (count // 8)}, every=8, metrics_of=metrics)
+    return str(folder)
+
+
+@pytest.mark.spread(1)
+def test_mean_loss_of_a_phase_of_training_is_compared_when_it_ends(tmp_path: Path) -> None:
+    entry = {"from": write_noisy_losses(tmp_path), "margin": 0}
+    table = table_of(make_reference(tmp_path, ["mean_loss"]))
+    means = dict.fromkeys((4, 6, 8, 12), (4.0, 8.0))  # phases of one step have none
+    # The last phase with an odd number of steps: 16 to 22, and 23 to 31.
+    means |= {16: (4.0 - 3 / 7, 8.0 - 3 / 7), 23: (4.0 + 3 / 9, 8.0 + 3 / 9)}
+    assert [*table.index] == [*means]
+    for start, (low, high) in means.items():
+        assert table.loc[start, ["low", "high"]].tolist() == pytest.approx([low, high], rel=ROUNDING)
+    rows = {step["step"]: step["rows"] for step in stepped([1.0] * 4, every=8)}
+
+    def steps(loss_of: Callable[[int], float | None], count: int = 32) -> list[Step]:
+        return [Step(step=at, rows=rows.get(at, []), loss=loss_of(at)) for at in range(count)]
+
+    assert fired(entry, steps(lambda at: 6.0 + (4.9 if at % 2 else -4.9))) == []
+    # 9 is within the range of single losses, and above that of their means in 12 to 15 and 16 to 22.
+    (event,) = fired(entry, steps(lambda at: 9.0 if at >= 12 else 6.0))
+    assert (event.step, event.layer, event.location, event.value) == (23, None, None, 9.0)
+    assert event.threshold == pytest.approx(8.0 - 3 / 7, rel=ROUNDING)
+    assert ": mean_loss 9, above 7.5" in event.message
+    assert event.message.endswith(" in 2 healthy runs, steps 16 to 22")
+    chosen = {**entry, "stats": ["mean_loss"]}
+    assert [event.step for event in fired({**chosen, "for": 1}, steps(lambda at: 3.0))] == [6]
+    # A phase is compared if it has ended, and each of its steps has a loss.
+    assert fired({**chosen, "for": 1}, steps(lambda at: None if at in (5, 7, 9, 15, 20, 30) else 9.0)) == []
+    assert fired({**chosen, "for": 1}, steps(lambda at: 9.0, count=6)) == []
+    rules = rule_set({"r": {"rule": "reference", **chosen}}, found := [])
+    feed(rules, [Step(step=at, loss=9.0) for at in range(32)], with_numbers=True)
+    assert ([event.step for event in found], rules.unread) == ([8], [])
 
 
 def test_losses_of_a_reference_are_a_choice(tmp_path: Path) -> None:
