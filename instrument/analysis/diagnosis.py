@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.reference import NEW_PARAMETER, OTHER_SETTING
-from ..rules.reference_ranges import MEAN_LOSS, METRICS
+from ..rules.reference_ranges import GRADIENTS, MEAN_LOSS, METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -266,6 +266,8 @@ class _Timeline:
             name, is_of_root = _first_word(event), event.layer is None
             if name.endswith(".optimizer") or (is_of_root and name.startswith("optimizer")):
                 return UPDATE, 0
+            if is_of_root and name == GRADIENTS:  # named first for tensors that are detached
+                return BACKWARD, 0
             return (LOSS, 0) if is_of_root and name.startswith("loss.") else (FORWARD, self._rank(event.layer or ""))
         if event.location is None:
             return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0

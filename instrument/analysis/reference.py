@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, si
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import (
+    FIRST_STEPS,
     KEY,
     MEAN_LOSS,
     METRICS,
@@ -182,8 +184,23 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         "versions": runs[0].info.get("versions") or {},
         "config": {name: config[name] for name in SECTIONS if name in config},
         "settings": _common_settings(runs),
+        "varied": sorted(map(list, set.intersection(*map(_varied, runs)))),
     }
     return Reference(table, about)
+
+
+def _varied(run: RunTables) -> set[tuple[str, ...]]:
+    """Return the locations of inputs whose fingerprints differ in each two successive steps of the first ones."""
+    prints: defaultdict[tuple[str, ...], dict[int, int]] = defaultdict(dict)
+    of_inputs = (ds.field("step") < FIRST_STEPS) & (ds.field("role") == "input") & ~ds.field("recompute")
+    for batch in run.scan("stats", [*KEY, "step", "fingerprint"], of_inputs & ds.field("fingerprint").is_valid()):
+        for *key, step, value in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            of_steps = prints[tuple(key)]
+            of_steps[step] = max(value, of_steps.get(step, value))
+    values = {key: [of_steps[step] for step in sorted(of_steps)] for key, of_steps in prints.items()}
+    return {
+        key for key, each in values.items() if each[1:] and all(one != other for one, other in itertools.pairwise(each))
+    }
 
 
 def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:

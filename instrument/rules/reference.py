@@ -19,6 +19,8 @@ from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from ..formatting import shorten
 from .reference_ranges import (
+    FIRST_STEPS,
+    GRADIENTS,
     GRAPH_PARTS,
     MEAN_LOSS,
     METRICS,
@@ -31,7 +33,7 @@ from .reference_ranges import (
     setting_name,
     steps_of,
 )
-from .rule import Bounds, Firing, Part, PersistentLocatedRule, QuietSteps
+from .rule import Bounds, Firing, Part, PersistentLocatedRule, QuietSteps, extended
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
 
@@ -61,6 +63,9 @@ class ReferenceRule(PersistentRule):
     runs than the loss of one step. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
 
     A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
+
+    An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given.
+    This reads the statistic `fingerprint`.
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin.
@@ -99,7 +104,7 @@ class ReferenceRule(PersistentRule):
         return reference
 
 
-NEW_PARAMETER, OTHER_SETTING = "new parameter", "other setting"
+NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repeated input"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
@@ -121,6 +126,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "update": "The updates differ first: compare the optimizer, its settings, its learning rate and schedule, and its parameters.",
     }
     requires = "locations of the reference"
+    further_statistics = ("fingerprint",)
     saved = ("counts", "times", "phase", "losses")
 
     def __init__(self, spec: ReferenceRule) -> None:
@@ -133,6 +139,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._low = np.pad(low, one_more, constant_values=np.inf)
         self._high = np.pad(high, one_more, constant_values=-np.inf)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
+        self._prints = np.zeros(0)  # the last fingerprint of each slot, in the first steps
         metrics = [name for name in METRICS if name in names and not spec.hook]
         low, high = self.reference.limits(metrics, spec.margin)
         self._metrics = {  # the limits, float64 [training phases], by phase and name
@@ -168,6 +175,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         super().grow(count)
         index = self.reference.index
         self._of_slot = np.array([index.get(key_of(location), NOT_IN_REFERENCE) for location in self._slots], np.int64)
+        self._prints = extended(self._prints, count, math.nan)
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         last, self._phase = self._phase, min(int(phase_of(rows.step)), self._low.shape[2] - 1)
@@ -177,7 +185,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             self._add_losses([loss])
         if self.settings is not None and rows.phase in STEP_PHASES:
             if not (self.spec.hook or self.spec.stats):
-                yield from self._check_settings(self.settings)
+                yield from self._check_settings(self.settings, rows)
             self.settings = None
         yield from super().update(rows)
         if rows.phase not in self._phases or self.choose(rows.layout) is not None:
@@ -201,10 +209,11 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         times = min(self.spec.for_, int(np.isfinite(limits[1]).sum()))
         yield from self._compare("train", MEAN_LOSS, total / count, at, times, text)
 
-    def _check_settings(self, settings: ModuleSettings) -> Iterator[Firing]:
+    def _check_settings(self, settings: ModuleSettings, rows: StepRows) -> Iterator[Firing]:
         """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out.
 
-        Of more than 10 modules, the number of the others is reported.
+        Of more than 10 modules, the number of the others is reported. The number of parameters with a gradient is named first if it is
+        smaller although the layers are called, otherwise last.
         """
         healthy = self.reference.settings
         # A loop that passes no loss with a graph has no settings of it.
@@ -219,6 +228,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ]
                 names = [name for name in others if not name.startswith(left_out)]
                 if names:
+                    is_first = GRADIENTS in names and self._is_detached(own, known, rows)
+                    names.sort(key=lambda name, is_first=is_first: (name == GRADIENTS) != is_first)  # type: ignore[misc]
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
                     also = [
                         f"{name} {own[name]} instead of {known[name]}" if own.get(name) and known.get(name) else name
@@ -232,6 +243,16 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         if (count := of_modules - MAX_MODULES) > 0:
             yield Firing(f"{count} other modules, too", float(count), what=OTHER_SETTING)
         yield from firings[of_modules:]
+
+    def _is_detached(self, own: Mapping[str, str | None], known: Mapping[str, str | None], rows: StepRows) -> bool:
+        """Return whether fewer parameters get a gradient, although each output that the healthy runs recorded is there."""
+        count, usual = (int(texts.get(GRADIENTS) or 0) for texts in (own, known))
+        expected = {
+            key
+            for key, at in self.reference.index.items()
+            if key[2:4] == ("forward", "output") and np.isfinite(self._high[at, :, self._phase]).any()
+        }
+        return count < usual and bool(expected) and expected <= {*map(key_of, rows.layout.locations)}
 
     def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
         for (phase, name), (_, high) in self._metrics.items():
@@ -253,6 +274,16 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             label = name if phase == "train" else key
             healthy = self._range(name, self.reference.of_metrics[phase], at) + when
             yield Firing(self._text(label, value, limit, side, healthy), value, limit)
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        if rows.step < FIRST_STEPS and not self.spec.stats:
+            prints = chosen.values(rows.column("fingerprint"), np.fmax)
+            for at in np.flatnonzero(prints == self._prints[chosen.slots]):
+                if key_of(location := chosen.locations[at]) in self.reference.varied:
+                    text = f"it has the bits of the step before; they differ in {self._healthy_runs}"
+                    yield Firing(text, 1.0, location=location, what=REPEATED)
+            self._prints[chosen.slots] = prints
+        yield from super().check(rows, chosen)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         below, above = self._outside(rows, chosen)

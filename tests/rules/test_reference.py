@@ -29,6 +29,7 @@ from instrument.config.parse import parse_rules
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.rules.reference import ReferenceRanges
 from instrument.rules.reference_ranges import STARTS, Reference, phase_of
+from instrument.rules.rule import Part
 from instrument.rules.rule_set import RuleEvent
 
 ROUNDING = 2 / 2**8  # of the numbers of a reference, on the safe side
@@ -180,6 +181,38 @@ def test_parameter_that_no_healthy_run_has_is_outside(tmp_path: Path) -> None:
     # The same parameter of another hook, of which the healthy runs recorded nothing, and another tensor are no new parameters.
     for other in ({"hook": "more"}, {"role": "update"}):
         assert fired(entry, known + stepped([1.0], **{**parameter, "layer": "tied", **other})) == []
+
+
+def test_input_that_repeats_only_in_the_new_run_is_reported(tmp_path: Path) -> None:
+    hooks = {"inputs": {"layers": "*", "kind": "forward_pre", "action": "record", "stats": ["rms", "fingerprint"]}}
+
+    def run(name: str, seed: int, *, repeats: bool, **options: Any) -> AttachedProbe:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"data": nn.Linear(3, 2), "constant": nn.Linear(2, 1)})  # is never called itself
+        data, constant = torch.randn(3, 8, 3), torch.ones(8, 2)
+        with instrument.attach(model, hooks, out=tmp_path / name, **options) as probe:
+            for batch in data[[0, 0, 1] if repeats else [0, 1, 2]]:
+                model["constant"](model["data"](batch) * 0 + constant)
+                probe.end_step()
+        return probe
+
+    for seed in range(3):
+        run(f"healthy/{seed}", seed, repeats=False, rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path / "healthy")}}
+    with pytest.warns(instrument.InstrumentWarning, match="repeated input"):
+        probe = run("new", 7, repeats=True, rules=rules)
+    (message,) = probe.events.loc[probe.events["rule"] == "same", "message"]
+    text = "it has the bits of the step before; they differ in 3 healthy runs"
+    assert message == f"repeated input: at step 1 in data[0] input (inputs): {text}"
+    assert [event.message for event in rule_events(instrument.load(tmp_path / "new"), parse_rules(rules))] == [message]
+    finding = probe.findings.iloc[0]
+    assert (finding["layer"], finding["advice"]) == ("data", ReferenceRanges.advice_in["forward"])
+    for other in (run("other", 8, repeats=False, rules=rules), run("more", 7, repeats=True, rules={
+        "same": {**rules["same"], "stats": ["rms"]}
+    })):  # fmt: skip
+        assert "same" not in set(other.events["rule"])
+    run("healthy/3", 4, repeats=True, rules=None)
+    assert "same" not in set(run("again", 7, repeats=True, rules=rules).events["rule"])
 
 
 def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
@@ -457,6 +490,35 @@ def test_other_setting_is_reported_live_and_afterwards(
     for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
         quiet = rule_events(instrument.load(tmp_path), parse_rules({"same": {**rules["same"], **chosen}}))
         assert not any("other setting" in event.message for event in quiet)
+
+
+class _Branches(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+        self._how = how  # not a setting
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._how == "left out":
+            return self.left(x)
+        right = self.right(x)
+        return self.left(x) + (right.detach() if self._how == "detached" else right)
+
+
+@pytest.mark.parametrize(("how", "first", "part"), [
+    ("detached", "graph.AccumulateGrad 2; 4", "backward"),
+    ("left out", "graph.AddmmBackward0 1 (alpha=1, beta=1); 2 (alpha=1, beta=1)", "forward"),
+])  # fmt: skip
+def test_layers_without_gradients_are_detached_or_not_called(tmp_path: Path, how: str, first: str, part: Part) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        train_steps(_Branches(""), HOOKS, torch.randn(4, 16, 4), out=tmp_path / str(seed), rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
+    with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
+        probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 16, 4), rules=rules)
+    finding = probe.findings.iloc[0]
+    assert finding["value"].startswith(first)
+    assert finding["advice"] == ReferenceRanges.advice_in[part]
 
 
 def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tmp_path: Path) -> None:
