@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.reference import NEW_PARAMETER, OTHER_SETTING
-from ..rules.reference_ranges import GRADIENTS, MEAN_LOSS, METRICS
+from ..rules.reference_ranges import GRADIENTS, MEAN_LOSS, METRICS, STARTS, phase_of
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -247,8 +247,14 @@ class _Timeline:
         self._rank = rank_in(in_forward_order(layers, []))
 
     def onset(self, event: RuleEvent) -> int:
-        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
-        return max(0, event.step - (0 if _is_of_mean_loss(event) else self._delay(event)))
+        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step.
+
+        That of a mean loss is the end of the first phase of training that was outside.
+        """
+        if _is_of_mean_loss(event):
+            times = self._facts.get(event.rule, NO_FACTS).times
+            return int(STARTS[max(0, phase_of(event.step) - (times - 1))])
+        return max(0, event.step - self._delay(event))
 
     def _delay(self, event: RuleEvent) -> int:
         """Return how many steps before its event a problem of a rule, or one that is recorded with it, can have begun."""
@@ -301,12 +307,12 @@ class _Timeline:
         """Return the sort key of an event among those of its rule.
 
         They are in the order of their rows except for gradients: rows of the gradients of parameters are in the order of the parameters,
-        not of the backward pass. Settings stay in their order, from the modules to the root. The mean loss follows what can have begun
-        before it: it is compared without delay, but it shows any problem.
+        not of the backward pass. Settings stay in their order, from the modules to the root. The mean loss follows what began
+        before it, since it shows any problem.
         """
         part, rank = self.position(event)
         is_setting = event.message.startswith(OTHER_SETTING)
-        step = event.step + (self._delay(event) if _is_of_mean_loss(event) else 0)
+        step = self.onset(event) + self._delay(event) if _is_of_mean_loss(event) else event.step
         return step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:

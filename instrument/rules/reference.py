@@ -276,6 +276,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             yield Firing(self._text(label, value, limit, side, healthy), value, limit)
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        yield from super().check(rows, chosen)
         if rows.step < FIRST_STEPS and not self.spec.stats:
             prints = chosen.values(rows.column("fingerprint"), np.fmax)
             for at in np.flatnonzero(prints == self._prints[chosen.slots]):
@@ -283,7 +284,6 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                     text = f"it has the bits of the step before; they differ in {self._healthy_runs}"
                     yield Firing(text, 1.0, location=location, what=REPEATED)
             self._prints[chosen.slots] = prints
-        yield from super().check(rows, chosen)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         below, above = self._outside(rows, chosen)
