@@ -190,17 +190,22 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
 
 
 def _varied(run: RunTables) -> set[tuple[str, ...]]:
-    """Return the locations of inputs whose fingerprints differ in each two successive steps of the first ones."""
-    prints: defaultdict[tuple[str, ...], dict[int, int]] = defaultdict(dict)
+    """Return the locations of inputs whose fingerprints differ in each two successive steps of the first ones.
+
+    None of a run in which the first input repeats: those of later layers then differ only because of the parameters.
+    """
+    prints: defaultdict[tuple[str, ...], dict[int, tuple[int, int]]] = defaultdict(dict)  # of several calls in a step
     of_inputs = (ds.field("step") < FIRST_STEPS) & (ds.field("role") == "input") & ~ds.field("recompute")
     for batch in run.scan("stats", [*KEY, "step", "fingerprint"], of_inputs & ds.field("fingerprint").is_valid()):
         for *key, step, value in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             of_steps = prints[tuple(key)]
-            of_steps[step] = max(value, of_steps.get(step, value))
+            low, high = of_steps.get(step, (value, value))
+            of_steps[step] = min(value, low), max(value, high)
     values = {key: [of_steps[step] for step in sorted(of_steps)] for key, of_steps in prints.items()}
-    return {
+    varied = [
         key for key, each in values.items() if each[1:] and all(one != other for one, other in itertools.pairwise(each))
-    }
+    ]
+    return {*varied} if varied[:1] == [*prints][:1] else set()
 
 
 def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:

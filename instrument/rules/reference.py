@@ -64,7 +64,8 @@ class ReferenceRule(PersistentRule):
 
     A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
 
-    An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given.
+    An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given,
+    or the first input of a step repeats in one of the runs: the others then differ only because of the parameters.
     This reads the statistic `fingerprint`.
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
@@ -139,7 +140,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._low = np.pad(low, one_more, constant_values=np.inf)
         self._high = np.pad(high, one_more, constant_values=-np.inf)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
-        self._prints = np.zeros(0)  # the last fingerprint of each slot, in the first steps
+        self._prints = np.zeros(
+            (0, 2)
+        )  # the smallest and largest fingerprint of each slot in the last of the first steps
         metrics = [name for name in METRICS if name in names and not spec.hook]
         low, high = self.reference.limits(metrics, spec.margin)
         self._metrics = {  # the limits, float64 [training phases], by phase and name
@@ -278,8 +281,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         yield from super().check(rows, chosen)
         if rows.step < FIRST_STEPS and not self.spec.stats:
-            prints = chosen.values(rows.column("fingerprint"), np.fmax)
-            for at in np.flatnonzero(prints == self._prints[chosen.slots]):
+            # Of several calls in a step, one may have the same input in each step.
+            prints = np.stack([chosen.values(rows.column("fingerprint"), each) for each in (np.fmin, np.fmax)], axis=1)
+            for at in np.flatnonzero((prints == self._prints[chosen.slots]).all(axis=1)):
                 if key_of(location := chosen.locations[at]) in self.reference.varied:
                     text = f"it has the bits of the step before; they differ in {self._healthy_runs}"
                     yield Firing(text, 1.0, location=location, what=REPEATED)

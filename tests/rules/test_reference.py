@@ -192,6 +192,7 @@ def test_input_that_repeats_only_in_the_new_run_is_reported(tmp_path: Path) -> N
         data, constant = torch.randn(3, 8, 3), torch.ones(8, 2)
         with instrument.attach(model, hooks, out=tmp_path / name, **options) as probe:
             for batch in data[[0, 0, 1] if repeats else [0, 1, 2]]:
+                model["data"](torch.ones(8, 3))
                 model["constant"](model["data"](batch) * 0 + constant)
                 probe.end_step()
         return probe
@@ -213,6 +214,19 @@ def test_input_that_repeats_only_in_the_new_run_is_reported(tmp_path: Path) -> N
         assert "same" not in set(other.events["rule"])
     run("healthy/3", 4, repeats=True, rules=None)
     assert "same" not in set(run("again", 7, repeats=True, rules=rules).events["rule"])
+
+
+def test_hidden_inputs_of_constant_data_are_not_compared(tmp_path: Path) -> None:
+    hooks = {"inputs": {"layers": "*", "kind": "forward_pre", "action": "record", "stats": ["rms", "fingerprint"]}}
+
+    def run(name: str, rate: float, **options: Any) -> AttachedProbe:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        return train_steps(model, hooks, torch.ones(3, 4, 2), lr=rate, out=tmp_path / name, **options)
+
+    run("healthy", 0.1, rules=None)
+    with pytest.warns(instrument.InstrumentWarning, match="other setting"):
+        probe = run("new", 0.0, rules={"same": {"rule": "reference", "from": str(tmp_path / "healthy")}})
+    assert not any("repeated" in message for message in probe.events["message"])
 
 
 def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
