@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.reference import NEW_PARAMETER, OTHER_SETTING
-from ..rules.reference_ranges import METRICS
+from ..rules.reference_ranges import GRADIENTS, MEAN_LOSS, METRICS, STARTS, phase_of
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -153,7 +153,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
     event = events[0]
     what, _, value = event.message.split(": ", 2)
     first = _first_word(event)  # a rule of several statistics names the one that shows the problem first
-    first = "" if what == OTHER_SETTING else first
+    first = "" if what == OTHER_SETTING else "loss" if first == MEAN_LOSS else first
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
     hook, role = hook_and_role(event.location) if event.location else ("", "")
     statistic = facts.statistic if event.location or facts.is_of_metric else "loss"
@@ -177,6 +177,10 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
 
 def _first_word(event: RuleEvent) -> str:
     return event.message.split(": ", 2)[-1].partition(" ")[0]
+
+
+def _is_of_mean_loss(event: RuleEvent) -> bool:
+    return event.location is None and event.layer is None and _first_word(event) == MEAN_LOSS
 
 
 def _is_of_program(event: RuleEvent) -> bool:
@@ -243,14 +247,24 @@ class _Timeline:
         self._rank = rank_in(in_forward_order(layers, []))
 
     def onset(self, event: RuleEvent) -> int:
-        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
+        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step.
+
+        That of a mean loss is the end of the first phase of training that was outside.
+        """
+        if _is_of_mean_loss(event):
+            times = self._facts.get(event.rule, NO_FACTS).times
+            return int(STARTS[max(0, phase_of(event.step) - (times - 1))])
+        return max(0, event.step - self._delay(event))
+
+    def _delay(self, event: RuleEvent) -> int:
+        """Return how many steps before its event a problem of a rule, or one that is recorded with it, can have begun."""
         facts = self._facts.get(event.rule, NO_FACTS)
         if event.message.startswith(OTHER_SETTING) or (event.location is None and facts.stage != "reference"):
-            return event.step
+            return 0
         every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}
         # A metric outside of the reference was compared in the steps in which statistics were.
         interval = every.get(hook_and_role(event.location)[0], 1) if event.location else min(every.values(), default=1)
-        return max(0, event.step - (interval - 1 if facts.times == 1 else (facts.times - 1) * interval))
+        return interval - 1 if facts.times == 1 else (facts.times - 1) * interval
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""
@@ -258,6 +272,8 @@ class _Timeline:
             name, is_of_root = _first_word(event), event.layer is None
             if name.endswith(".optimizer") or (is_of_root and name.startswith("optimizer")):
                 return UPDATE, 0
+            if is_of_root and name == GRADIENTS:  # named first for tensors that are detached
+                return BACKWARD, 0
             return (LOSS, 0) if is_of_root and name.startswith("loss.") else (FORWARD, self._rank(event.layer or ""))
         if event.location is None:
             return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0
@@ -291,11 +307,13 @@ class _Timeline:
         """Return the sort key of an event among those of its rule.
 
         They are in the order of their rows except for gradients: rows of the gradients of parameters are in the order of the parameters,
-        not of the backward pass. Settings stay in their order, from the modules to the root.
+        not of the backward pass. Settings stay in their order, from the modules to the root. The mean loss follows what began
+        before it, since it shows any problem.
         """
         part, rank = self.position(event)
         is_setting = event.message.startswith(OTHER_SETTING)
-        return event.step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
+        step = self.onset(event) + self._delay(event) if _is_of_mean_loss(event) else event.step
+        return step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""

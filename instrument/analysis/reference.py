@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,19 @@ import pyarrow.dataset as ds
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, similar_names
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
-from ..rules.reference_ranges import KEY, METRICS, RATIOS, STARTS, Reference, phase_of, rounded, schema
+from ..rules.reference_ranges import (
+    FIRST_STEPS,
+    KEY,
+    MEAN_LOSS,
+    METRICS,
+    RATIOS,
+    STARTS,
+    Reference,
+    phase_of,
+    rounded,
+    schema,
+    steps_of,
+)
 from ..rules.step_rows import FloatArray
 from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
@@ -52,7 +65,8 @@ def make_reference(
         runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
         statistics: The names of statistics, also custom ones, and of metrics. Default: those that the runs recorded of `rms`,
             `std`, `abs_max`, `zero_fraction`, `dead_fraction`, `saturated_fraction`, `update_ratio`, `row_entropy`, `first_fraction`,
-            `branch_ratio`, `input_cosine`, `token_cosine`, `softmax_entropy`, `z_loss`, `lr`, `loss`, `accuracy` and `grad_norm`.
+            `branch_ratio`, `input_cosine`, `token_cosine`, `softmax_entropy`, `z_loss`, `lr`, `loss`, `accuracy`, `grad_norm` and
+            `mean_loss`.
         out: The file to write. Default: None, no file.
 
     Returns:
@@ -111,15 +125,31 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
     The index is `KEY`, `statistic` and `phase_of_training`. Non-finite rows and recomputed ones are left out, as rules do not read them.
     """
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
-    metrics = [name for name in statistics if name in METRICS]
+    metrics = [name for name in statistics if name in METRICS and name != MEAN_LOSS]
     parts: list[pd.DataFrame] = []
     for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
         parts.append(_ranges(batch.filter(pa.array(~not_finite_in(batch))).to_pandas(), columns))
     for batch in run.scan("metrics", ["step", "phase", *metrics]):
         rows = batch.to_pandas().replace([np.inf, -np.inf], np.nan)
         parts.append(_ranges(rows.assign(**{name: "" for name in KEY if name != "phase"}), metrics))
+    if MEAN_LOSS in statistics:
+        parts.append(_mean_losses(run))
     of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
     return of_batches.agg({"low": "min", "high": "max"}).astype(float)
+
+
+def _mean_losses(run: RunTables) -> pd.DataFrame:
+    """Return the mean loss of each phase of training of several steps that all have one, in the smallest and largest of all processes."""
+    of_training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
+    tables = [batch.to_pandas() for batch in run.scan("metrics", ["step", "rank", "loss"], of_training)]
+    rows = pd.concat([pd.DataFrame(columns=["step", "rank", "loss"], dtype=float), *tables])
+    rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
+    losses = rows[np.isfinite(rows["loss"])].groupby(["phase_of_training", "rank"])["loss"].agg(["mean", "count"])
+    phases = losses.index.get_level_values("phase_of_training")
+    lengths = np.array([len(steps_of(phase)) for phase in phases])
+    means = losses["mean"][(lengths > 1) & (losses["count"] == lengths)].groupby("phase_of_training")
+    found: pd.DataFrame = means.agg(low="min", high="max").reset_index()
+    return found.assign(**{**dict.fromkeys(KEY, ""), "phase": "train", "statistic": MEAN_LOSS})
 
 
 def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -152,8 +182,28 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         "versions": runs[0].info.get("versions") or {},
         "config": {name: config[name] for name in SECTIONS if name in config},
         "settings": _common_settings(runs),
+        "varied": sorted(map(list, set.intersection(*map(_varied, runs)))),
     }
     return Reference(table, about)
+
+
+def _varied(run: RunTables) -> set[tuple[str, ...]]:
+    """Return the locations of inputs whose fingerprints differ in each two successive steps of the first ones.
+
+    None of a run in which the first input repeats: those of later layers then differ only because of the parameters.
+    """
+    prints: defaultdict[tuple[str, ...], dict[int, tuple[int, int]]] = defaultdict(dict)  # of several calls in a step
+    of_inputs = (ds.field("step") < FIRST_STEPS) & (ds.field("role") == "input") & ~ds.field("recompute")
+    for batch in run.scan("stats", [*KEY, "step", "fingerprint"], of_inputs & ds.field("fingerprint").is_valid()):
+        for *key, step, value in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            of_steps = prints[tuple(key)]
+            low, high = of_steps.get(step, (value, value))
+            of_steps[step] = min(value, low), max(value, high)
+    values = {key: [of_steps[step] for step in sorted(of_steps)] for key, of_steps in prints.items()}
+    varied = [
+        key for key, each in values.items() if each[1:] and all(one != other for one, other in itertools.pairwise(each))
+    ]
+    return {*varied} if varied[:1] == [*prints][:1] else set()
 
 
 def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:

@@ -32,7 +32,7 @@ def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[s
     """Return the rows of the `layers` table: one per module of the model.
 
     Args:
-        graph: The operators of the backward graph of a loss; see `graph_settings`.
+        graph: The operators of the backward graphs of losses; see `LossOperators`.
     """
     rows: list[Row] = []
     settings = module_settings(plan.layers, optimizers)

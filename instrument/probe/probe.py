@@ -44,7 +44,7 @@ from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .phase_watch import PhaseWatch
-from .program_settings import graph_settings
+from .program_settings import LossOperators
 from .recorder import Recorder
 from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
@@ -173,7 +173,7 @@ class Probe(OwnedByProcess):
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
-        self._graph: dict[str, str] = {}  # the operators of the first loss; see `graph_settings`
+        self._losses = LossOperators(plan.layers.model, self.clock)  # of the first step
         self._step_started_at = time.perf_counter()
         check_optimizers(plan, self.optimizers)
         super().__init__()
@@ -192,6 +192,8 @@ class Probe(OwnedByProcess):
                 self.recorder.on_rows = self._on_rows
             if not self._is_resumed:
                 self._layers_pending = self.ranks is None or self.ranks.is_rank_zero
+                if self._layers_pending:
+                    self._hooks.add(self._losses)
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
@@ -410,13 +412,13 @@ class Probe(OwnedByProcess):
             penalty.
         """
         changed = self._hooks.loss(loss)
-        self._note_graph(changed)
+        self._note_loss(changed)
         return changed
 
-    def _note_graph(self, loss: object) -> None:
-        """Note the operators of the first loss, for the table `layers`."""
-        if self._layers_pending and not self._graph and isinstance(loss, Tensor):
-            self._graph = graph_settings(loss)
+    def _note_loss(self, loss: object) -> None:
+        """Note the first loss, for the table `layers`."""
+        if self._layers_pending:
+            self._losses.note(loss)
 
     def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
         """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
@@ -524,7 +526,7 @@ class Probe(OwnedByProcess):
                 "a forked process cannot use the probe of its parent; attach a probe in this process"
             )
         checked = checked_metrics({"loss": loss, **metrics})
-        self._note_graph(loss)
+        self._note_loss(loss)
         with deferred_signals():
             if self.clock.timer is None:
                 return self._end_step(samples, checked)
@@ -639,7 +641,8 @@ class Probe(OwnedByProcess):
         """Write the `layers` table once, at the end of the first step. Lazy modules that it did not call have no sizes."""
         if self._layers_pending:
             self._layers_pending = False
-            rows = layer_rows(self.plan, self.optimizers, self._graph)
+            self._losses.detach()
+            rows = layer_rows(self.plan, self.optimizers, self._losses.settings)
             self.recorder.write("layers", rows)
             self.rules.set_settings({row[0]: {"type": row[2], **row[-1]} for row in rows})
 

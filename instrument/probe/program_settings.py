@@ -1,4 +1,4 @@
-"""The settings of a program: those of its modules and optimizers, and the operators that compute its loss."""
+"""The settings of a program: those of its modules and optimizers, and the operators that compute its losses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ..hooks.clock import Clock
+from ..hooks.hook_group import HookGroup
 from ..plan.modules import Layers
+from ..relations.observations import BACKWARDS
 from ..storage.remote_folder import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
@@ -24,6 +27,7 @@ NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase,
 MAX_KINDS = 8  # of the arguments of an operator that are listed
 # PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.
 MAX_NODES = 10_000
+MAX_GRAPHS = 8  # of the losses of a step
 LOSS, GRAPH = "loss", "graph"
 # Operators between a parameter and the operator that uses it.
 VIEWS = frozenset(
@@ -87,36 +91,80 @@ def _as_text(value: Any) -> str | None:
     return None
 
 
-def graph_settings(loss: Tensor) -> dict[str, str]:
-    """Return how often each operator occurs in the backward graph of a loss, with its arguments that are numbers.
+class LossOperators(HookGroup):
+    """The operators in the backward graphs of the losses of a step, while it is attached.
 
-    The operators after the last ones that use parameters are those of the loss, such as `loss.NllLossBackward0`. The others are those of
-    the model, such as `graph.AddmmBackward0`. Sizes are left out, since they depend on the batch.
-
-    Returns:
-        The numbers of operators by name, such as `2 (dim=1, index=0), 1 (dim=2, index=0)`; empty if the loss has no graph, or one with
-        more than 10,000 nodes.
+    It is the first loss of `note` before a `backward`. Without one, these are the losses of all calls of `backward` that reach a
+    parameter of the model, before PyTorch frees what they saved, and equal graphs, such as those of accumulated gradients, count once.
+    Without such a call, it is the first loss of `note`, in which the numbers of Python are then missing.
     """
-    names_of = cache(_names_of_arguments)  # not longer than this call: the class of a custom function can hold tensors
-    users: list[Node] = []
-    of_loss = _reached([loss.grad_fn] if loss.grad_fn is not None else [], users)
-    of_model = _reached(users)
-    if max(len(of_loss), len(of_model)) > MAX_NODES:
-        return {}
-    texts: dict[str, str] = {}
-    for part, nodes in ((LOSS, of_loss - of_model), (GRAPH, of_model)):
+
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
+        super().__init__((), clock)
+        self._model = model
+        self._noted: _Operators = Counter()
+        self._graphs: list[_Operators] = []
+
+    def attach(self) -> None:
+        BACKWARDS.add(self._on_backward)
+
+    def detach(self) -> None:
+        BACKWARDS.remove(self._on_backward)
+
+    def note(self, loss: object) -> None:
+        """Note a loss that the loop passes."""
+        if isinstance(loss, Tensor) and not (self._noted or self._graphs):
+            self._noted, _ = _operators([loss])
+
+    def _on_backward(self, tensors: Sequence[Tensor]) -> None:
+        is_observed = self.clock.moment.phase == "train" and not (self.clock.closed or self._noted)
+        if not is_observed or len(self._graphs) == MAX_GRAPHS:
+            return
+        operators, parameters = _operators(tensors)
+        own = {id(each) for each in self._model.parameters()}
+        if operators not in self._graphs and not own.isdisjoint(map(id, parameters)):
+            self._graphs.append(operators)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """How often each operator occurs, with its arguments that are numbers, and the numbers by which the program multiplies or divides.
+
+        The operators after the last ones that use parameters are those of the loss, such as `loss.NllLossBackward0`. The others are
+        those of the model, such as `graph.AddmmBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss
+        has a graph, or one has more than 10,000 nodes.
+        """
         kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for node in nodes:
-            kinds[node.name().rpartition("::")[2]][_arguments(node, names_of(type(node)))] += 1
-        for name, counts in sorted(kinds.items()):
+        for (name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
+            kinds[name][arguments] += count
+        texts: dict[str, str] = {}
+        for name, counts in sorted(kinds.items(), key=lambda kind: (kind[0].startswith(GRAPH), kind[0])):
             listed = ", ".join(
                 f"{count}{arguments and f' ({arguments})'}" for arguments, count in sorted(counts.items())
             )
-            texts[f"{part}.{name}"] = listed if len(counts) <= MAX_KINDS else str(counts.total())
-    return texts
+            texts[name] = listed if len(counts) <= MAX_KINDS else str(counts.total())
+        return texts
 
 
-def _reached(nodes: Sequence[Node], users: list[Node] | None = None) -> set[Node]:
+_Operators = Counter[tuple[str, str]]  # how often operators occur, by their name and arguments
+
+
+def _operators(losses: Sequence[Tensor]) -> tuple[_Operators, list[Tensor]]:
+    """Return the operators of the backward graph of losses, and the parameters in it; none of a graph that is too large."""
+    names_of = cache(_names_of_arguments)  # not longer than this call: the class of a custom function can hold tensors
+    users: dict[Node, list[Tensor]] = {}
+    of_loss = _reached([loss.grad_fn for loss in losses if loss.grad_fn is not None], users)
+    of_model = _reached([*users])
+    operators: _Operators = Counter()
+    if max(len(of_loss), len(of_model)) > MAX_NODES:
+        return operators, []
+    for part, nodes in ((LOSS, of_loss - of_model), (GRAPH, of_model)):
+        for node in nodes:
+            name = f"{part}.{node.name().rpartition('::')[2]}"
+            operators[name, _arguments(node, names_of(type(node)))] += 1
+    return operators, [each for parameters in users.values() for each in parameters]
+
+
+def _reached(nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None) -> set[Node]:
     """Return the nodes of a graph that follow some nodes, and these. With `users`, nodes that use parameters are put there instead."""
     found: set[Node] = set()
     left = [*nodes]
@@ -125,24 +173,44 @@ def _reached(nodes: Sequence[Node], users: list[Node] | None = None) -> set[Node
         if node in found:
             continue
         following = [each for each, _ in node.next_functions if each is not None]
-        if users is not None and any(map(_is_parameter, following)):
-            users.append(node)
+        if users is not None and (parameters := [each for each in map(_parameter, following) if each is not None]):
+            users[node] = parameters
             continue
         found.add(node)
         left += following
     return found
 
 
-def _is_parameter(node: Node) -> bool:
-    """Return whether a node is that of a parameter, or of a view or a cast of one."""
+def _parameter(node: Node) -> Tensor | None:
+    """Return the parameter of a node, also of a view or a cast of one; None for another node."""
     while node.name() in VIEWS and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
-    return node.name() == "torch::autograd::AccumulateGrad"
+    return getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
 
 
 def _arguments(node: Node, names: Sequence[str]) -> str:
-    values = {name: _signed(getattr(node, f"_saved_{name}")) for name in names}
+    values = {name: _signed(_saved(node, name)) for name in names}
     return ", ".join(f"{name}={text}" for name, text in _as_texts(values).items() if text != "None")
+
+
+def _saved(node: Node, name: str) -> Any:
+    """Return a saved value; None for a tensor, unless it is the number by which the program multiplies or divides.
+
+    PyTorch saves such a number as a tensor of double precision, without hooks on saved tensors, which could move or recompute others.
+    """
+    if not hasattr(node, f"_raw_saved_{name}"):
+        return getattr(node, f"_saved_{name}")
+    saved = getattr(node, f"_raw_saved_{name}")
+    # Earlier versions of PyTorch do not tell whether there are hooks. After the backward pass, there is no value.
+    value = saved.data if name == "other" and getattr(saved, "unpack_hook", saved) is None else None
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim
+        or not value.is_cpu
+        or value.dtype not in (torch.float64, torch.int64)
+    ):
+        return None
+    return value
 
 
 def _signed(value: Any) -> Any:
@@ -153,10 +221,7 @@ def _signed(value: Any) -> Any:
 
 
 def _names_of_arguments(kind: type[Node]) -> list[str]:
-    """Return the names of the saved values of a kind of node, without those that are tensors, which hooks could unpack, and sizes."""
-    attributes = set(dir(kind))
-    saved = sorted(name.removeprefix("_saved_") for name in attributes if name.startswith("_saved_"))
+    """Return the names of the saved values of a kind of node, without sizes."""
+    saved = sorted(name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_"))
     sizes = ("size", "numel", "stride", "sym", "length")
-    return [
-        name for name in saved if f"_raw_saved_{name}" not in attributes and not any(part in name for part in sizes)
-    ]
+    return [name for name in saved if not any(part in name for part in sizes)]

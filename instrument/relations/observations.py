@@ -1,4 +1,4 @@
-"""What relations observe while they are checked: calls of losses, batches of data loaders, and the gradients of a few parameters.
+"""What is observed of a training in some steps: calls of losses and of `backward`, batches of data loaders, and a few gradients.
 
 The losses of `torch.nn.functional` call functions in C, which are replaced meanwhile. A
 `TorchFunctionMode` would change what some modules compute; see `instrument.plan.function_calls`. Compiled code is not observed.
@@ -383,3 +383,19 @@ class AccumulatedGradient:
             return None
         change: Tensor = torch.linalg.vector_norm(gradient.detach()) / torch.linalg.vector_norm(self.copy)
         return change
+
+
+def _observed_backward(name: str, original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ARG001
+    @wraps(original)
+    def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        # A checkpoint that is reentrant calls it inside of the backward pass.
+        if not is_compiling() and torch._C._current_graph_task_id() == -1:
+            for observer in [*BACKWARDS.observers]:
+                observer([tensors] if isinstance(tensors, Tensor) else [*tensors])
+        return original(tensors, *args, **kwargs)
+
+    return backward
+
+
+BACKWARDS = ObservedFunctions([(torch.autograd, "backward")], _observed_backward)
+"""Observes the tensors of each call of `backward` before it."""

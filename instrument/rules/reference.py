@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar
@@ -19,7 +19,10 @@ from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from ..formatting import shorten
 from .reference_ranges import (
+    FIRST_STEPS,
+    GRADIENTS,
     GRAPH_PARTS,
+    MEAN_LOSS,
     METRICS,
     STARTS,
     ModuleSettings,
@@ -28,8 +31,9 @@ from .reference_ranges import (
     key_of,
     phase_of,
     setting_name,
+    steps_of,
 )
-from .rule import Bounds, Firing, Part, PersistentLocatedRule
+from .rule import Bounds, Firing, Part, PersistentLocatedRule, QuietSteps, extended
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
 
@@ -55,9 +59,14 @@ class ReferenceRule(PersistentRule):
     fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
-    known. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
+    known. `mean_loss`, the mean loss of all steps of a phase of training, is compared when the phase has ended: it differs less between
+    runs than the loss of one step. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
 
     A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
+
+    An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given,
+    or the first input of a step repeats in one of the runs: the others then differ only because of the parameters.
+    This reads the statistic `fingerprint`.
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin.
@@ -96,7 +105,7 @@ class ReferenceRule(PersistentRule):
         return reference
 
 
-NEW_PARAMETER, OTHER_SETTING = "new parameter", "other setting"
+NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repeated input"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
@@ -118,7 +127,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "update": "The updates differ first: compare the optimizer, its settings, its learning rate and schedule, and its parameters.",
     }
     requires = "locations of the reference"
-    saved = ("counts", "times")
+    further_statistics = ("fingerprint",)
+    saved = ("counts", "times", "phase", "losses")
 
     def __init__(self, spec: ReferenceRule) -> None:
         super().__init__(spec)
@@ -130,6 +140,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._low = np.pad(low, one_more, constant_values=np.inf)
         self._high = np.pad(high, one_more, constant_values=-np.inf)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
+        self._prints = np.zeros(
+            (0, 2)
+        )  # the smallest and largest fingerprint of each slot in the last of the first steps
         metrics = [name for name in METRICS if name in names and not spec.hook]
         low, high = self.reference.limits(metrics, spec.margin)
         self._metrics = {  # the limits, float64 [training phases], by phase and name
@@ -143,6 +156,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             (hook, kind, role, phase) for hook, _, kind, role, _, phase in self.reference.locations if role == "param"
         }
         self._phase = 0
+        self._losses: list[float] = [0, 0.0]  # of this phase of training: their number and sum
         self._has_read = False
         self.settings: ModuleSettings | None = None  # those of the run, until they are compared
 
@@ -164,21 +178,45 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         super().grow(count)
         index = self.reference.index
         self._of_slot = np.array([index.get(key_of(location), NOT_IN_REFERENCE) for location in self._slots], np.int64)
+        self._prints = extended(self._prints, count, math.nan)
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
-        self._phase = min(int(phase_of(rows.step)), self._low.shape[2] - 1)
+        last, self._phase = self._phase, min(int(phase_of(rows.step)), self._low.shape[2] - 1)
+        if self._phase != last:
+            yield from self._check_mean_loss(last)
+        if rows.is_training and (loss := rows.metric("loss")) is not None:
+            self._add_losses([loss])
         if self.settings is not None and rows.phase in STEP_PHASES:
             if not (self.spec.hook or self.spec.stats):
-                yield from self._check_settings(self.settings)
+                yield from self._check_settings(self.settings, rows)
             self.settings = None
         yield from super().update(rows)
         if rows.phase not in self._phases or self.choose(rows.layout) is not None:
             yield from self._check_metrics(rows)
 
-    def _check_settings(self, settings: ModuleSettings) -> Iterator[Firing]:
+    def remember(self, steps: QuietSteps) -> None:
+        self._add_losses(steps.losses)
+
+    def _add_losses(self, losses: Sequence[float]) -> None:
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        self._losses = [self._losses[0] + len(finite), self._losses[1] + sum(finite)]
+
+    def _check_mean_loss(self, at: int) -> Iterator[Firing]:
+        """Compare the mean loss of a phase of training that has ended, if each of its steps has a loss."""
+        (count, total), self._losses = self._losses, [0, 0.0]
+        limits, steps = self._metrics.get(("train", MEAN_LOSS)), steps_of(at)
+        if limits is None or count != len(steps):
+            return
+        self._has_read |= bool(np.isfinite(limits[1][at]))
+        text = f", steps {steps[0]} to {steps[-1]}"
+        times = min(self.spec.for_, int(np.isfinite(limits[1]).sum()))
+        yield from self._compare("train", MEAN_LOSS, total / count, at, times, text)
+
+    def _check_settings(self, settings: ModuleSettings, rows: StepRows) -> Iterator[Firing]:
         """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out.
 
-        Of more than 10 modules, the number of the others is reported.
+        Of more than 10 modules, the number of the others is reported. The number of parameters with a gradient is named first if it is
+        smaller although the layers are called, otherwise last.
         """
         healthy = self.reference.settings
         # A loop that passes no loss with a graph has no settings of it.
@@ -193,6 +231,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ]
                 names = [name for name in others if not name.startswith(left_out)]
                 if names:
+                    is_first = GRADIENTS in names and self._is_detached(own, known, rows)
+                    names.sort(key=lambda name, is_first=is_first: (name == GRADIENTS) != is_first)  # type: ignore[misc]
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
                     also = [
                         f"{name} {own[name]} instead of {known[name]}" if own.get(name) and known.get(name) else name
@@ -207,22 +247,47 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             yield Firing(f"{count} other modules, too", float(count), what=OTHER_SETTING)
         yield from firings[of_modules:]
 
+    def _is_detached(self, own: Mapping[str, str | None], known: Mapping[str, str | None], rows: StepRows) -> bool:
+        """Return whether fewer parameters get a gradient, although each output that the healthy runs recorded is there."""
+        count, usual = (int(texts.get(GRADIENTS) or 0) for texts in (own, known))
+        expected = {
+            key
+            for key, at in self.reference.index.items()
+            if key[2:4] == ("forward", "output") and np.isfinite(self._high[at, :, self._phase]).any()
+        }
+        return count < usual and bool(expected) and expected <= {*map(key_of, rows.layout.locations)}
+
     def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
-        for (phase, name), (low, high) in self._metrics.items():
-            value = rows.metric(name)
-            if phase != rows.phase or value is None or not math.isfinite(value):
-                continue
-            self._has_read = self._has_read or (not self._phases and bool(np.isfinite(high[self._phase])))
-            key, side = f"{phase} {name}", int(value > high[self._phase])
-            limit = float((low, high)[side][self._phase])
-            if not (side or value < limit):
-                del self._times[key]
-                continue
-            self._times[key] += 1
-            if self._times[key] == self._times_in(np.isfinite(high)):
-                label = name if rows.is_training else key
-                text = self._text(label, value, limit, side, self._range(name, self.reference.of_metrics[phase]))
-                yield Firing(text, value, limit)
+        for (phase, name), (_, high) in self._metrics.items():
+            value = None if name == MEAN_LOSS else rows.metric(name)
+            if phase == rows.phase and value is not None and math.isfinite(value):
+                self._has_read = self._has_read or (not self._phases and bool(np.isfinite(high[self._phase])))
+                yield from self._compare(phase, name, value, self._phase, self._times_in(np.isfinite(high)))
+
+    def _compare(self, phase: str, name: str, value: float, at: int, times: Any, when: str = "") -> Iterator[Firing]:
+        """Yield a firing if a metric is outside in a phase of training for so many times in succession."""
+        low, high = self._metrics[phase, name]
+        key, side = f"{phase} {name}", int(value > high[at])
+        limit = float((low, high)[side][at])
+        if not (side or value < limit):
+            del self._times[key]
+            return
+        self._times[key] += 1
+        if self._times[key] == times:
+            label = name if phase == "train" else key
+            healthy = self._range(name, self.reference.of_metrics[phase], at) + when
+            yield Firing(self._text(label, value, limit, side, healthy), value, limit)
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        yield from super().check(rows, chosen)
+        if rows.step < FIRST_STEPS and not self.spec.stats:
+            # Of several calls in a step, one may have the same input in each step.
+            prints = np.stack([chosen.values(rows.column("fingerprint"), each) for each in (np.fmin, np.fmax)], axis=1)
+            for at in np.flatnonzero((prints == self._prints[chosen.slots]).all(axis=1)):
+                if key_of(location := chosen.locations[at]) in self.reference.varied:
+                    text = f"it has the bits of the step before; they differ in {self._healthy_runs}"
+                    yield Firing(text, 1.0, location=location, what=REPEATED)
+            self._prints[chosen.slots] = prints
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         below, above = self._outside(rows, chosen)
@@ -243,18 +308,21 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         return np.stack([chosen.values(rows.column(name), merge) for name in self.statistics], axis=1)
 
     def bounds(self) -> list[Bounds] | None:
-        if self._any or not (self._phases or self._has_read):
+        if self._any:
             return None
         if self._phase == self._low.shape[2] - 1:
             return []  # the reference has ended
+        if not (self._phases or self._has_read):
+            return [Bounds("loss" if name == MEAN_LOSS else name, np.inf) for _, name in self._metrics]
         low, high = self._limits()
         at, last = self._phase, int(STARTS[self._phase + 1]) - 1
         of_statistics = [Bounds(name, low[:, of], high[:, of], last=last) for of, name in enumerate(self.statistics)]
-        return of_statistics + [
+        of_metrics = [
             Bounds(name, np.inf) if f"{phase} {name}" in self._times else Bounds(name, low[at], high[at], last=last)
             for (phase, name), (low, high) in self._metrics.items()
-            if phase in STEP_PHASES
+            if phase in STEP_PHASES and name != MEAN_LOSS
         ]
+        return [*of_statistics, *of_metrics, Bounds("loss", last=last)]
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         below, above = self._outside(rows, chosen)
@@ -266,15 +334,15 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         if self._of_slot[chosen.slots[at]] == NOT_IN_REFERENCE:
             return Firing("no healthy run has it", value, location=chosen.locations[at], what=NEW_PARAMETER)
         name, others = self.statistics[first], ", ".join(self.statistics[other] for other in outside[1:])
-        healthy = self._range(name, int(self._of_slot[chosen.slots[at]]))
+        healthy = self._range(name, int(self._of_slot[chosen.slots[at]]), self._phase)
         text = self._text(name, value, limit, side, f"{healthy}; also {others}" if others else healthy)
         return Firing(text, value, limit, chosen.locations[at])
 
     def _text(self, name: str, value: float, limit: float, side: int, healthy: str) -> str:
         return f"{name} {value:.4g}, {('below', 'above')[side]} {limit:.4g}; {healthy}"
 
-    def _range(self, name: str, location: int) -> str:
-        low, high = (numbers[location, 0, self._phase] for numbers in self.reference.ranges([name]))
+    def _range(self, name: str, location: int, at: int) -> str:
+        low, high = (numbers[location, 0, at] for numbers in self.reference.ranges([name]))
         return f"{low:.4g} to {high:.4g} in {self._healthy_runs}"
 
     @property

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 KEY = ("hook", "layer", "kind", "role", "path", "phase")
 """The columns that identify a location in a reference. Those of metrics are empty, except `phase`."""
-METRICS = ("lr", "loss", "accuracy", "grad_norm")
+MEAN_LOSS = "mean_loss"
+"""The mean loss of all training steps of a phase of training."""
+METRICS = ("lr", "loss", "accuracy", "grad_norm", MEAN_LOSS)
 RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
 """The statistics and metrics that are never negative and not fractions."""
 ModuleSettings = Mapping[str, Mapping[str, str]]
 """The settings of each module by its name; see the column `settings` of the table `layers`."""
 GRAPH_PARTS = ("loss.", "graph.")
 """The beginnings of the settings of the root that are operators of the backward graph of the loss: after the model, and of it."""
+GRADIENTS = "graph.AccumulateGrad"
+"""The setting of the root that is the number of the parameters that get a gradient of a loss."""
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
@@ -33,6 +37,7 @@ STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(n
 
 A training changes in proportion to the logarithm of the step: fast at first, slowly later.
 """
+FIRST_STEPS = 4  # each is a phase of training of one step
 BITS = 8  # of the stored numbers, which are rounded outwards by at most 1 / 2^8
 
 
@@ -56,16 +61,18 @@ class Reference:
         table: One row for each location, statistic and phase of training, with the columns of `schema`: the first step of the phase,
             the smallest and the largest value, and the margin: a factor for statistics that are never negative, otherwise a
             difference.
-        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config` and `settings`.
+        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config`, `settings` and `varied`.
 
     Attributes:
         index: The index of each location, given as the values of `KEY`.
         settings: The settings of each module that it has in all runs; None for one that differs between them.
+        varied: The locations of inputs that differ in successive steps of the first ones, in all runs.
     """
 
     def __init__(self, table: pa.Table, about: Mapping[str, Any]) -> None:
         self.table, self.about = table, about
         self.settings: Mapping[str, Mapping[str, str | None]] = about.get("settings") or {}
+        self.varied = {tuple(key) for key in about.get("varied") or ()}
         *columns, names = (table[name].cast("string").to_pylist() for name in (*KEY, "statistic"))
         keys = list(zip(*columns, strict=True))
         self.index = {key: at for at, key in enumerate(dict.fromkeys(keys))}
@@ -107,10 +114,11 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """The first 16 hexadecimal digits of the SHA-256 of the ranges, their names and the settings."""
+        """The first 16 hexadecimal digits of the SHA-256 of the ranges, their names, the settings and the inputs that vary."""
         digest = hashlib.sha256(repr((list(self.index), self.statistics, self._ranges.shape)).encode())
         digest.update(self._ranges.tobytes())
         digest.update(json.dumps(self.settings).encode() if self.settings else b"")
+        digest.update(json.dumps(sorted(self.varied)).encode() if self.varied else b"")
         return digest.hexdigest()[:16]
 
     @property
@@ -139,6 +147,11 @@ class Reference:
         low = np.where(is_ratio, low / spread**margin, low - margin * spread)
         high = np.where(is_ratio, high * spread**margin, high + margin * spread)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+
+def steps_of(phase: int) -> range:
+    """Return the steps of a phase of training."""
+    return range(int(STARTS[phase]), int(STARTS[phase + 1]))
 
 
 def setting_name(layer: str, name: str) -> str:

@@ -366,8 +366,8 @@ for _table in (
             settings | map<string, string> | | at the end of the first step: its public attributes that are numbers, names or
                 functions; dtype and shape of its parameters, and the optimizer of each (`none` or `frozen` without one); in the row
                 of the root also the settings of the optimizers, such as `optimizer.lr`, and the number of each operator of the
-                backward graph with its arguments: after the model, such as `loss.NllLossBackward0`, and of the model, such as
-                `graph.AddmmBackward0`
+                backward graphs with its arguments and the number by which it multiplies or divides: after the model, such as
+                `loss.NllLossBackward0`, and of the model, such as `graph.AddmmBackward0`
             """
         ),
     ),

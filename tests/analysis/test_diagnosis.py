@@ -114,6 +114,21 @@ def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> No
     assert findings_of(events[:1], rules, {}, LAYERS)[0].advice == RULES["reference"].advice_in["loss"]
 
 
+@pytest.mark.parametrize(("step", "leads"), [(27, True), (26, False)])
+def test_mean_loss_follows_layers_that_left_the_reference_before_it(step: int, leads: bool) -> None:
+    """The mean loss is outside in steps 12 to 15 and 16 to 22, so from step 16 on, and the layer from 10 steps before its event on."""
+    rules = {"reference": {"from": "file.parquet", "for": 2}}
+    message = "outside of the reference: at step 23: mean_loss 9, above 2; 1 to 1.5 in 3 healthy runs, steps 16 to 22"
+    mean = RuleEvent("reference", 23, message, "warning", None, None, 9.0, 2.0)
+    lr = RuleEvent("reference", step, message.replace("mean_loss", "lr"), "warning", None, None, 9.0, 2.0)
+    first, _ = findings_of([mean, event("reference", step, "linear0 output")], rules, EVERY_10, LAYERS)
+    assert first.advice == RULES["reference"].advice_in["loss" if leads else "forward"]
+    (first,) = findings_of([mean, lr], rules, EVERY_10, LAYERS)
+    assert (first.advice, first.statistic) == (
+        (RULES["reference"].advice_in["loss"], "loss") if leads else (RULES["reference"].advice_in["update"], "lr")
+    )
+
+
 @pytest.mark.parametrize(
     ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
 )

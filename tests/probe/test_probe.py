@@ -17,12 +17,15 @@ import pytest
 import torch
 from hook_runs import Calls
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument import AlreadyAttachedError, MemorySink, Probe
+from instrument.actions.base import StepContext
 from instrument.config.parse import parse_hooks
+from instrument.hooks.clock import Clock
 from instrument.plan.hook_plan import make_plan
-from instrument.probe.program_settings import graph_settings
+from instrument.probe.program_settings import LossOperators
 from instrument.tables.reasons import NEVER_DUE
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
@@ -160,43 +163,93 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
     }
 
 
-def test_layers_have_the_operators_of_the_first_loss() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(3))
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(3))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x[:, -2:].select(1, 0)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x[:, -2:].select(1, 0)
 
-    model = Model()
-    for loss_of in (lambda loss: loss, lambda loss: loss.detach(), lambda loss: None):
-        with instrument.attach(model, {"a": {**RECORD, "layers": "layers.*"}}) as probe:
-            for ignored in (-7, -100):
-                output = model(torch.ones(2, 3, dtype=torch.float64))
-                loss = nn.functional.cross_entropy(output[None].exp(), torch.tensor([1]), ignore_index=ignored)
+
+OPERATORS = {
+    "loss.ExpBackward0": "1",
+    "loss.LogSoftmaxBackward0": "1 (dim=1)",
+    "loss.NllLossBackward0": "1 (ignore_index=-7, reduction=1)",
+    "loss.ReluBackward0": "1",
+    "loss.SelectBackward0": "1 (dim=1, index=0)",
+    "loss.SliceBackward0": "1 (dim=1, end=9223372036854775807, start=-2, step=1)",
+    "loss.UnsqueezeBackward0": "1 (dim=0)",
+    "graph.AccumulateGrad": "3",
+    "graph.MmBackward0": "3",
+    "graph.ReluBackward0": "2",
+    "graph.TBackward0": "3",
+}
+
+
+@pytest.mark.parametrize("passes", ["loss", "detached", "nothing"])
+@pytest.mark.parametrize("calls", ["backward", "grad"])
+def test_layers_have_the_operators_of_the_first_loss(passes: str, calls: str) -> None:
+    model = _Stack()
+    with instrument.attach(model, {"a": {**RECORD, "layers": "layers.*"}}) as probe:
+        for ignored in (-7, -100):
+            output = model(torch.ones(2, 3, dtype=torch.float64))
+            loss = nn.functional.cross_entropy(output[None].exp(), torch.tensor([1]), ignore_index=ignored)
+            if calls == "backward":
                 loss.backward()
-                probe.end_step(loss=loss_of(loss))
-        settings = probe.layers["settings"][0]
-        assert settings == (
-            {
-                "loss.ExpBackward0": "1",
-                "loss.LogSoftmaxBackward0": "1 (dim=1)",
-                "loss.NllLossBackward0": "1 (ignore_index=-7, reduction=1)",
-                "loss.ReluBackward0": "1",
-                "loss.SelectBackward0": "1 (dim=1, index=0)",
-                "loss.SliceBackward0": "1 (dim=1, end=9223372036854775807, start=-2, step=1)",
-                "loss.UnsqueezeBackward0": "1 (dim=0)",
-                "graph.AccumulateGrad": "3",
-                "graph.MmBackward0": "3",
-                "graph.ReluBackward0": "2",
-                "graph.TBackward0": "3",
-            }
-            if loss_of(loss) is loss
-            else {}
-        )
+            else:
+                torch.autograd.grad(loss, [*model.parameters()])
+            probe.end_step(loss={"loss": loss, "detached": loss.detach()}.get(passes))
+    expected = OPERATORS if calls == "backward" or passes == "loss" else {}
+    assert probe.layers["settings"][0] == expected
+
+
+tells_numbers = pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
+    reason="PyTorch does not tell whether saved tensors have hooks",
+)
+
+
+@tells_numbers
+def test_numbers_in_the_losses_of_the_first_step_are_settings() -> None:
+    model, other, given = nn.Linear(2, 1, bias=False), nn.Linear(2, 1), torch.autograd.backward
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
+        for _ in range(2):  # accumulated gradients
+            (model(torch.ones(4, 2)).square().mean() * 0.25 / 3).backward()
+        with torch.autograd.graph.save_on_cpu():  # hooks on saved tensors, which are not for numbers
+            torch.autograd.backward([2 * model(torch.ones(1, 2)) * torch.tensor(5.0)], [torch.ones(1, 1)])
+        (7 * other(torch.ones(1, 2))).sum().backward()  # of another model
+        assert torch.autograd.backward is not given
+        probe.end_step()
+        assert torch.autograd.backward is given
+        settings = {name: text for name, text in probe.layers["settings"][0].items() if name.startswith("loss.")}
+    assert settings == {
+        "loss.DivBackward0": "1 (other=3)",
+        "loss.MeanBackward0": "1",
+        "loss.MulBackward0": "1, 1 (other=0.25), 1 (other=2)",
+        "loss.PowBackward0": "1 (exponent=2)",
+    }
+
+
+@tells_numbers
+def test_loss_before_its_backward_precedes_what_the_loop_makes_of_it() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
+        (2 * probe.loss(model(torch.ones(3, 2)).mean() * 0.5)).backward()
+        probe.end_step()
+    assert probe.layers["settings"][0]["loss.MulBackward0"] == "1 (other=0.5)"
+
+
+def test_backward_of_a_reentrant_checkpoint_is_no_loss() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
+        x = torch.ones(3, 2, requires_grad=True)
+        checkpoint(lambda x: 3 * model(x).exp(), x, use_reentrant=True).sum().backward()
+        probe.end_step()
+    names = probe.layers["settings"][0]
+    assert not any("Exp" in name or "Mul" in name for name in names)
 
 
 def test_attributes_that_cannot_be_read_are_no_settings() -> None:
@@ -231,8 +284,9 @@ def test_operators_of_a_loss_keep_no_class() -> None:
     weight = torch.ones(2, requires_grad=True)
     function = type("Function", (_Double,), {"table": torch.ones(3)})
     table = weakref.ref(function.table)
-    settings = graph_settings(function.apply(weight * 2).mean([-1]))
-    assert settings["loss.MeanBackward1"] == "1 (dim=[-1], keepdim=False)"
+    losses = LossOperators(nn.Linear(1, 1), Clock(StepContext(0, 0, 0, "train")))
+    losses.note(function.apply(weight * 2).mean([-1]))
+    assert losses.settings["loss.MeanBackward1"] == "1 (dim=[-1], keepdim=False)"
     del function
     gc.collect()
     assert table() is None
@@ -241,11 +295,13 @@ def test_operators_of_a_loss_keep_no_class() -> None:
 def test_operators_of_a_very_deep_loss_are_left_out() -> None:
     code = """
 import torch
-from instrument.probe.program_settings import graph_settings
+from instrument.probe.program_settings import LossOperators
+losses = LossOperators(torch.nn.Linear(1, 1), None)
 loss = torch.ones(1, requires_grad=True)
 for _ in range(200_000):
     loss = loss + 1
-print(graph_settings(loss))
+losses.note(loss)
+print(losses.settings)
 del loss
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

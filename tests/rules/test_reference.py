@@ -29,6 +29,7 @@ from instrument.config.parse import parse_rules
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.rules.reference import ReferenceRanges
 from instrument.rules.reference_ranges import STARTS, Reference, phase_of
+from instrument.rules.rule import Part
 from instrument.rules.rule_set import RuleEvent
 
 ROUNDING = 2 / 2**8  # of the numbers of a reference, on the safe side
@@ -182,6 +183,52 @@ def test_parameter_that_no_healthy_run_has_is_outside(tmp_path: Path) -> None:
         assert fired(entry, known + stepped([1.0], **{**parameter, "layer": "tied", **other})) == []
 
 
+def test_input_that_repeats_only_in_the_new_run_is_reported(tmp_path: Path) -> None:
+    hooks = {"inputs": {"layers": "*", "kind": "forward_pre", "action": "record", "stats": ["rms", "fingerprint"]}}
+
+    def run(name: str, seed: int, *, repeats: bool, **options: Any) -> AttachedProbe:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"data": nn.Linear(3, 2), "constant": nn.Linear(2, 1)})  # is never called itself
+        data, constant = torch.randn(3, 8, 3), torch.ones(8, 2)
+        with instrument.attach(model, hooks, out=tmp_path / name, **options) as probe:
+            for batch in data[[0, 0, 1] if repeats else [0, 1, 2]]:
+                model["data"](torch.ones(8, 3))
+                model["constant"](model["data"](batch) * 0 + constant)
+                probe.end_step()
+        return probe
+
+    for seed in range(3):
+        run(f"healthy/{seed}", seed, repeats=False, rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path / "healthy")}}
+    with pytest.warns(instrument.InstrumentWarning, match="repeated input"):
+        probe = run("new", 7, repeats=True, rules=rules)
+    (message,) = probe.events.loc[probe.events["rule"] == "same", "message"]
+    text = "it has the bits of the step before; they differ in 3 healthy runs"
+    assert message == f"repeated input: at step 1 in data[0] input (inputs): {text}"
+    assert [event.message for event in rule_events(instrument.load(tmp_path / "new"), parse_rules(rules))] == [message]
+    finding = probe.findings.iloc[0]
+    assert (finding["layer"], finding["advice"]) == ("data", ReferenceRanges.advice_in["forward"])
+    for other in (run("other", 8, repeats=False, rules=rules), run("more", 7, repeats=True, rules={
+        "same": {**rules["same"], "stats": ["rms"]}
+    })):  # fmt: skip
+        assert "same" not in set(other.events["rule"])
+    run("healthy/3", 4, repeats=True, rules=None)
+    assert "same" not in set(run("again", 7, repeats=True, rules=rules).events["rule"])
+
+
+def test_hidden_inputs_of_constant_data_are_not_compared(tmp_path: Path) -> None:
+    hooks = {"inputs": {"layers": "*", "kind": "forward_pre", "action": "record", "stats": ["rms", "fingerprint"]}}
+
+    def run(name: str, rate: float, **options: Any) -> AttachedProbe:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        return train_steps(model, hooks, torch.ones(3, 4, 2), lr=rate, out=tmp_path / name, **options)
+
+    run("healthy", 0.1, rules=None)
+    with pytest.warns(instrument.InstrumentWarning, match="other setting"):
+        probe = run("new", 0.0, rules={"same": {"rule": "reference", "from": str(tmp_path / "healthy")}})
+    assert not any("repeated" in message for message in probe.events["message"])
+
+
 def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
     write_values(
         tmp_path / "a", {"rms": [1.0, 1.0], "std": [None, 1.0], "kurtosis": [1.0, 2.0], "row_entropy": [1.0, 2.0]}
@@ -222,13 +269,54 @@ def test_losses_are_compared_in_recorded_steps_and_in_evaluations(tmp_path: Path
     for every in (1, 4):
         steps = [{**step, "loss": 5.0 if step["step"] >= 7 else 1.5} for step in inside]
         steps = [step if step["step"] % every == 0 else {**step, "rows": []} for step in steps]
-        (event,) = fired(entry, steps)
+        (event,) = [event for event in fired(entry, steps) if "mean_loss" not in event.message]
         assert (event.step, event.location, event.layer, event.value) == (12 if every == 4 else 8, None, None, 5.0)
         assert event.message.endswith(": loss 5, above 2; 1 to 2 in 2 healthy runs")
     evaluations = [Step(step=at, phase="eval", loss=0.5) for at in (8, 16)]
     (event,) = fired(entry, sorted([*inside, *evaluations], key=lambda step: step["step"]))
     assert (event.step, event.value, event.threshold) == (16, 0.5, 3.0)
     assert ": eval loss 0.5, below 3; 3 to 4 in" in event.message
+
+
+def write_noisy_losses(folder: Path, count: int = 32) -> str:
+    """Write two runs with losses whose means are 4 and 8 from step 4 on, and a statistic that is 1 in every eighth step."""
+    for at, mean in enumerate((4.0, 8.0)):
+        losses = [mean + (3.0 if step % 2 else -3.0) for step in range(count)]
+        metrics = [{"step": step, "phase": "train", "loss": loss} for step, loss in enumerate(losses)]
+        write_values(folder / str(at), {"rms": [1.0] * (count // 8)}, every=8, metrics_of=metrics)
+    return str(folder)
+
+
+@pytest.mark.spread(1)
+def test_mean_loss_of_a_phase_of_training_is_compared_when_it_ends(tmp_path: Path) -> None:
+    entry = {"from": write_noisy_losses(tmp_path), "margin": 0}
+    table = table_of(make_reference(tmp_path, ["mean_loss"]))
+    means = dict.fromkeys((4, 6, 8, 12), (4.0, 8.0))  # phases of one step have none
+    # The last phase with an odd number of steps: 16 to 22, and 23 to 31.
+    means |= {16: (4.0 - 3 / 7, 8.0 - 3 / 7), 23: (4.0 + 3 / 9, 8.0 + 3 / 9)}
+    assert [*table.index] == [*means]
+    for start, (low, high) in means.items():
+        assert table.loc[start, ["low", "high"]].tolist() == pytest.approx([low, high], rel=ROUNDING)
+    rows = {step["step"]: step["rows"] for step in stepped([1.0] * 4, every=8)}
+
+    def steps(loss_of: Callable[[int], float | None], count: int = 32) -> list[Step]:
+        return [Step(step=at, rows=rows.get(at, []), loss=loss_of(at)) for at in range(count)]
+
+    assert fired(entry, steps(lambda at: 6.0 + (4.9 if at % 2 else -4.9))) == []
+    # 9 is within the range of single losses, and above that of their means in 12 to 15 and 16 to 22.
+    (event,) = fired(entry, steps(lambda at: 9.0 if at >= 12 else 6.0))
+    assert (event.step, event.layer, event.location, event.value) == (23, None, None, 9.0)
+    assert event.threshold == pytest.approx(8.0 - 3 / 7, rel=ROUNDING)
+    assert ": mean_loss 9, above 7.5" in event.message
+    assert event.message.endswith(" in 2 healthy runs, steps 16 to 22")
+    chosen = {**entry, "stats": ["mean_loss"]}
+    assert [event.step for event in fired({**chosen, "for": 1}, steps(lambda at: 3.0))] == [6]
+    # A phase is compared if it has ended, and each of its steps has a loss.
+    assert fired({**chosen, "for": 1}, steps(lambda at: None if at in (5, 7, 9, 15, 20, 30) else 9.0)) == []
+    assert fired({**chosen, "for": 1}, steps(lambda at: 9.0, count=6)) == []
+    rules = rule_set({"r": {"rule": "reference", **chosen}}, found := [])
+    feed(rules, [Step(step=at, loss=9.0) for at in range(32)], with_numbers=True)
+    assert ([event.step for event in found], rules.unread) == ([8], [])
 
 
 def test_losses_of_a_reference_are_a_choice(tmp_path: Path) -> None:
@@ -416,6 +504,35 @@ def test_other_setting_is_reported_live_and_afterwards(
     for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
         quiet = rule_events(instrument.load(tmp_path), parse_rules({"same": {**rules["same"], **chosen}}))
         assert not any("other setting" in event.message for event in quiet)
+
+
+class _Branches(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+        self._how = how  # not a setting
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._how == "left out":
+            return self.left(x)
+        right = self.right(x)
+        return self.left(x) + (right.detach() if self._how == "detached" else right)
+
+
+@pytest.mark.parametrize(("how", "first", "part"), [
+    ("detached", "graph.AccumulateGrad 2; 4", "backward"),
+    ("left out", "graph.AddmmBackward0 1 (alpha=1, beta=1); 2 (alpha=1, beta=1)", "forward"),
+])  # fmt: skip
+def test_layers_without_gradients_are_detached_or_not_called(tmp_path: Path, how: str, first: str, part: Part) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        train_steps(_Branches(""), HOOKS, torch.randn(4, 16, 4), out=tmp_path / str(seed), rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
+    with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
+        probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 16, 4), rules=rules)
+    finding = probe.findings.iloc[0]
+    assert finding["value"].startswith(first)
+    assert finding["advice"] == ReferenceRanges.advice_in[part]
 
 
 def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tmp_path: Path) -> None:
