@@ -42,7 +42,6 @@ from registry import COLLECTIONS, EVERY, GROUPS, PARTS, PROGRAMS, RECORDING, WIT
 
 from instrument import ConfigError, make_reference
 from instrument.config.rules import RULES
-from instrument.rules.reference import OTHER_SETTING
 
 MODULES = [module for modules in COLLECTIONS.values() for module in modules]
 LIMIT = 60  # seconds; a program takes at most 10 on a machine without other work
@@ -196,11 +195,6 @@ def in_time(fault: Fault, event: Mapping[str, Any]) -> bool:
     return bool(fault.since <= event["step"] <= fault.since + WITHIN * EVERY)
 
 
-def is_of_setting(event: Mapping[str, Any]) -> bool:
-    """Return whether a warning is about a setting of the program, which differs from the first step on, also if its effect is later."""
-    return bool(event["message"].startswith(OTHER_SETTING))
-
-
 def judge(fault: Fault, result: Result, twin: Result) -> tuple[list[str], list[str]]:
     """Return the warnings that name the cause of a fault in time, and the rules that warn of something else.
 
@@ -292,7 +286,7 @@ def report_reference(runs: Runs) -> None:
     for program, fault, pairs in pairs_of(runs):
         for result, twin in pairs if changes_loss(*zip(*pairs, strict=True)) else ():
             event, of_twin = outside(result), outside(twin)
-            is_timely = event is not None and (in_time(fault, event) or is_of_setting(event))
+            is_timely = event is not None and in_time(fault, event)
             found = bool(judge(fault, result, twin)[0])
             finding = next((each for each in result.findings if each["rule"] == "reference"), None)
             is_right = event is not None and is_timely and finding is not None and names_place(fault, finding, event)

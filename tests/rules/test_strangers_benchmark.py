@@ -145,21 +145,6 @@ def test_faults_and_healthy_programs_outside_of_the_reference_are_counted(
     assert "Healthy programs outside of the reference: 1 of 4" in lines
 
 
-@pytest.mark.parametrize(("message", "counts"), [
-    ("other setting: at step 0: optimizer.initial_lr missing; 0.1 in 5 healthy runs", "| silent errors | 2 | 0 | 2 | 2 | 2 |"),
-    ("outside of the reference: at step 0: lr 0.2, above 0.1", "| silent errors | 2 | 0 | 0 | 0 | 0 |"),
-])  # fmt: skip
-def test_setting_counts_before_the_effect_of_a_fault(
-    strangers: ModuleType, capsys: pytest.CaptureFixture[str], message: str, counts: str
-) -> None:
-    name, fault = "scheduled_rate", "scheduler_of_stale_optimizer"  # has an effect from step 88 on
-    warning = {"rule": "reference", "layer": None, "step": 0, "message": message}
-    finding = {"rule": "reference", "layer": None, "advice": RULES["reference"].advice_in["update"]}
-    faulty = replace(result(strangers, 2.0), events=[warning], findings=[finding])
-    strangers.report_reference({(name, ""): [result(strangers, 1.0)] * 2, (name, fault): [faulty] * 2})
-    assert counts in capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.slow
 def test_training_is_judged_with_a_reference(
     strangers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
