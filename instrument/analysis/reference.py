@@ -76,7 +76,7 @@ def make_reference(
         ConfigError: There is no run, a run is not healthy (its status is not `done`, or its loss became NaN or infinite), no run
             recorded a statistic, or the file cannot be written.
     """
-    if not isinstance(runs, Iterable):
+    if not isinstance(runs, Iterable | Path):
         raise ConfigError(Problem("runs", "must be a folder, a pattern or several of these", type(runs).__name__))
     given = (str(runs),) if isinstance(runs, str | Path) else tuple(str(each) for each in runs)
     reference = _from_runs(given, tuple(statistics), "runs", "statistics")
