@@ -85,7 +85,8 @@ class RunHistory:
         self.places: dict[str, tuple[str, str]] = {}
         self._measured: dict[RecordedSeries, StepHistory] = {}
         self._spread: dict[RecordedSeries, StepHistory] = {}  # minimum, maximum and median of distributions
-        self._rank_of: dict[tuple[RecordedSeries, str], int] = {}  # the first process that recorded a location
+        # The first process whose statistics, or distributions, of a location were read.
+        self._rank_of: dict[tuple[RecordedSeries, str, bool], int] = {}
         self._severities: Counter[str] = Counter()
         self._called: list[str] = []  # layers in the order of the step at which most of them returned an output
         self._most_called = 0
@@ -249,7 +250,8 @@ class RunHistory:
             location = location_name(combination["layer"], combination["path"], series.kind)
             if location not in self.places:
                 self.places[location] = combination["layer"], str(rows["module_type"][int(index[0])])
-            yield series, location, index, ranks[index] == self._rank_of.setdefault((series, location), ranks[index[0]])
+            at = series, location, "quantiles" in rows.schema.names
+            yield series, location, index, ranks[index] == self._rank_of.setdefault(at, ranks[index[0]])
 
     def _add_to(
         self, target: dict[RecordedSeries, StepHistory], rows: pa.Table, values: Mapping[str, np.ndarray], room: int

@@ -77,12 +77,16 @@ class FieldLoader(ConfigLoaderImpl):
         loaded = [(default, repo.load_config(default.config_path or "")) for default in defaults]
         results = [(default, result) for default, result in loaded if result is not None]
         check_names(defaults, [result for _, result in results])
-        own = _own_targets(results)  # Hydra would merge the arguments of both targets
+        # Hydra would merge the arguments of both targets. It changes the results.
+        own = {key: _of_group(key, results) for key in _own_targets(results)}
         used = [default for default in defaults if default.package not in own]
         config = super()._compose_config_from_defaults_list(used, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
-            key, value = override.key_or_group, override.value()
+            key, value = (
+                override.get_key_element().lstrip("+~"),
+                override.value(),
+            )  # with the package, such as optimizer@critic
             _check_mapping(key, config)
             if override.type == OverrideType.DEL and key in (*SECTIONS, *TARGETS) and value is None:
                 config.pop(key, None)  # Hydra removes only the choice of the group
@@ -93,17 +97,34 @@ class FieldLoader(ConfigLoaderImpl):
             elif key in TARGETS and key in config and isinstance(value, dict) and "_target_" in value:
                 config[key] = None
             elif key in own and override.type == OverrideType.CHANGE and isinstance(value, str):
-                files = [result.config for default, result in results if default.package == key]
-                config[key] = OmegaConf.merge(*files) if files else None
+                config[key] = own[key]
             exists[key] = override.type != OverrideType.DEL and value is not None
         return config
 
 
+def _of_group(key: str, results: Sequence[tuple[ResultDefault, ConfigResult]]) -> Any:
+    """Return a section as the chosen files of its group define it; None if none is chosen."""
+    chosen = [(default.package, each.config) for default, each in results if _group_of(default) == key]
+    files = [
+        config if package else OmegaConf.select(config, key) for package, config in chosen if package in (key, "", None)
+    ]
+    return OmegaConf.merge(*filter(None, files)) if any(files) else None
+
+
+def _group_of(default: ResultDefault) -> str:
+    return str(default.config_path).partition("/")[0]
+
+
 def _own_targets(results: Sequence[tuple[ResultDefault, ConfigResult]]) -> set[str]:
     """Return the sections for which a file such as an experiment has a `_target_`, instead of a file of the section's group."""
-    contents = [OmegaConf.to_container(result.config) for default, result in results if not default.package]
-    sections = [(key, value) for content in contents if isinstance(content, dict) for key, value in content.items()]
-    return {str(key) for key, value in sections if key in TARGETS and isinstance(value, dict) and "_target_" in value}
+    own: set[str] = set()
+    for default, result in results:
+        content = OmegaConf.to_container(result.config)
+        if isinstance(content, dict) and not default.package:
+            others = {*TARGETS} - {_group_of(default)}
+            sections = [(key, value) for key, value in content.items() if key in others]
+            own |= {str(key) for key, value in sections if isinstance(value, dict) and "_target_" in value}
+    return own
 
 
 def _check_mapping(key: str, config: DictConfig) -> None:

@@ -65,7 +65,11 @@ def layer_similarity(
     of_rows, of_columns = (selection.preferring_outputs(each) for each in (run, other or run))
     rows = of_rows.layers(run, layers)
     columns = rows if other is None and other_layers is None else of_columns.layers(other or run, other_layers)
-    if other is not None and not (run.count("samples") or other.count("samples")):
+    has_ids = [bool(each.count("samples")) for each in (run, other or run)]
+    if has_ids[0] != has_ids[1]:
+        message = "the samples of only one of the runs have ids"
+        raise InstrumentError(Problem("other", message, fix="record both with probe.batch(ids=ids), or none"))
+    if other is not None and not has_ids[0]:
         pairs = ((of_rows, run), (of_columns, other))
         batches = [set(each.rows(data, BATCH)[BATCH].itertuples(index=False, name=None)) for each, data in pairs]
         if batches[0] != batches[1]:
@@ -73,7 +77,7 @@ def layer_similarity(
             raise InstrumentError(Problem("other", message, fix="record with probe.batch(ids=ids), or the same steps"))
     is_symmetric = other is None and columns == rows
     left = [of_rows.read(run, layer) for layer in rows]
-    right = left if is_symmetric else [of_columns.read(other or run, layer) for layer in columns]
+    right = left if is_symmetric else [of_columns.read(other or run, layer, numbered_as=run) for layer in columns]
     all_ids = [features.ids for features in (*left, *right)]
     common: Array = reduce(np.intersect1d, all_ids)
     most = max(map(len, all_ids))

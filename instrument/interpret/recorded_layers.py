@@ -230,10 +230,11 @@ class Recorded:
             return list(indices[1]), source[1]
         return list(range(count)), count
 
-    def read(self, run: Run, layer: str) -> Features:
+    def read(self, run: Run, layer: str, *, numbered_as: Run | None = None) -> Features:
         """Return the tensors of a layer in the order of the ids. Raise an InstrumentError if the selection is ambiguous.
 
-        If the run has no ids, the samples of all recorded batches are numbered from 0, in the order of the batches.
+        If the run has no ids, the samples of all recorded batches of this run, or of `numbered_as`, are numbered from 0, in the order of
+        the batches.
         """
         if run.count("samples"):
             return run.features(layer, **self.conditions)
@@ -247,7 +248,7 @@ class Recorded:
         if len({values.shape[1:] for values in rows["values"]}) > 1:
             raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))
         joined: Array = np.concatenate([*rows["values"]])
-        first = _first_numbers(run, rows["phase"].iloc[0])
+        first = _first_numbers(numbered_as or run, rows["phase"].iloc[0])
         spec, ids = settings_of(run.files[0], rows["hook"].iloc[0]), []
         for *batch, values, source in rows[[*BATCH, "values", "source_shape"]].itertuples(index=False, name=None):
             positions = recorded_positions(values.shape, tuple(map(int, source)), spec)

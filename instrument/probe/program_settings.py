@@ -114,13 +114,13 @@ class LossOperators(HookGroup):
     def note(self, loss: object) -> None:
         """Note a loss that the loop passes."""
         if isinstance(loss, Tensor) and not (self._noted or self._graphs):
-            self._noted, _ = _operators([loss])
+            self._noted, _ = _operators(loss)
 
-    def _on_backward(self, tensors: Sequence[Tensor]) -> None:
+    def _on_backward(self, loss: Tensor) -> None:
         is_observed = self.clock.moment.phase == "train" and not (self.clock.closed or self._noted)
         if not is_observed or len(self._graphs) == MAX_GRAPHS:
             return
-        operators, parameters = _operators(tensors)
+        operators, parameters = _operators(loss)
         own = {id(each) for each in self._model.parameters()}
         if operators not in self._graphs and not own.isdisjoint(map(id, parameters)):
             self._graphs.append(operators)
@@ -148,11 +148,11 @@ class LossOperators(HookGroup):
 _Operators = Counter[tuple[str, str]]  # how often operators occur, by their name and arguments
 
 
-def _operators(losses: Sequence[Tensor]) -> tuple[_Operators, list[Tensor]]:
-    """Return the operators of the backward graph of losses, and the parameters in it; none of a graph that is too large."""
+def _operators(loss: Tensor) -> tuple[_Operators, list[Tensor]]:
+    """Return the operators of the backward graph of a loss, and the parameters in it; none of a graph that is too large."""
     names_of = cache(_names_of_arguments)  # not longer than this call: the class of a custom function can hold tensors
     users: dict[Node, list[Tensor]] = {}
-    of_loss = _reached([loss.grad_fn for loss in losses if loss.grad_fn is not None], users)
+    of_loss = _reached([] if loss.grad_fn is None else [loss.grad_fn], users)
     of_model = _reached([*users])
     operators: _Operators = Counter()
     if max(len(of_loss), len(of_model)) > MAX_NODES:

@@ -387,15 +387,14 @@ class AccumulatedGradient:
 
 def _observed_backward(name: str, original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ARG001
     @wraps(original)
-    def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint that is reentrant calls it inside of the backward pass.
-        if not is_compiling() and torch._C._current_graph_task_id() == -1:
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
             for observer in [*BACKWARDS.observers]:
-                observer([tensors] if isinstance(tensors, Tensor) else [*tensors])
-        return original(tensors, *args, **kwargs)
+                observer(tensor)
+        return original(tensor, *args, **kwargs)
 
-    return backward
+    return call
 
 
-BACKWARDS = ObservedFunctions([(torch.autograd, "backward")], _observed_backward)
-"""Observes the tensors of each call of `backward` before it."""
+BACKWARDS = ObservedFunctions([(Tensor, "backward")], _observed_backward)
+"""Observes the tensor of each call of `Tensor.backward` before it."""

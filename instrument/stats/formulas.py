@@ -1,14 +1,13 @@
-"""Formulas of statistics as programs for the kernel, which computes all statistics of all rows in one call.
+"""Formulas of this package as programs for the kernel, which computes all columns of all rows in one call.
 
-A formula is called once with traced columns, which note the operations. A formula that does anything else is left to NumPy. Both ways
-give the same bits: each noted operation is rounded once, as in NumPy.
+A formula is called once with traced columns, which note the operations. One with other operations is left to NumPy, and so are those of
+users, which can do anything. Both ways give the same bits: each noted operation is rounded once, as in NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import copysign
 from typing import Any, NoReturn, SupportsFloat
 
 import numpy as np
@@ -29,12 +28,11 @@ _CODES = (
     *("negate", "absolute", "root", "square", "less", "select"),
 )
 """The operations, in the order of `native.c`."""
-_MAX_OPERATIONS = 512  # as in `native.c`
 _POWERS = {0.5: "root", 2.0: "square"}
 
 
 class Program:
-    """Operations for each row. Each has a value, which later ones use by its index."""
+    """Operations for each row, at most 512. Each has a value, which later ones use by its index."""
 
     def __init__(self) -> None:
         self._operations: dict[tuple[int, float, float, float], int] = {}  # with their indices
@@ -51,21 +49,14 @@ class Program:
 
         Raises:
             TypeError: An operand is neither traced nor a number.
-            OverflowError: There are too many operations.
         """
         return self._add(operation, *map(self._index, operands))
 
     def _index(self, value: Traced | SupportsFloat) -> int:
-        if isinstance(value, Traced):
-            return value.index
-        number = float(value)
-        return self._add("constant", number, copysign(1.0, number)).index  # 0.0 equals -0.0
+        return (value if isinstance(value, Traced) else self._add("constant", float(value))).index
 
     def _add(self, operation: str, a: float, b: float = 0, c: float = 0) -> Traced:
-        added = _CODES.index(operation), a, b, c
-        if added not in self._operations and len(self._operations) == _MAX_OPERATIONS:
-            raise OverflowError(f"a program has at most {_MAX_OPERATIONS} operations")
-        return Traced(self, self._operations.setdefault(added, len(self._operations)))
+        return Traced(self, self._operations.setdefault((_CODES.index(operation), a, b, c), len(self._operations)))
 
     def to_bytes(self) -> bytes:
         """Return the operations, float64 [operations, 4]: a code, and three operands: indices, or the constant."""
@@ -86,26 +77,14 @@ class Traced:
     def __add__(self, other: SupportsFloat) -> Traced:
         return self._note("add", self, other)
 
-    def __radd__(self, other: SupportsFloat) -> Traced:
-        return self._note("add", other, self)
-
     def __sub__(self, other: SupportsFloat) -> Traced:
         return self._note("subtract", self, other)
-
-    def __rsub__(self, other: SupportsFloat) -> Traced:
-        return self._note("subtract", other, self)
 
     def __mul__(self, other: SupportsFloat) -> Traced:
         return self._note("multiply", self, other)
 
-    def __rmul__(self, other: SupportsFloat) -> Traced:
-        return self._note("multiply", other, self)
-
     def __truediv__(self, other: SupportsFloat) -> Traced:
         return self._note("divide", self, other)
-
-    def __rtruediv__(self, other: SupportsFloat) -> Traced:
-        return self._note("divide", other, self)
 
     def __pow__(self, exponent: float) -> Traced:
         if exponent not in _POWERS:  # the bits of other powers depend on the library that computes them

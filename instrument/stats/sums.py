@@ -117,7 +117,7 @@ def statistics_of(matrix: Matrix, names: Sequence[str]) -> Any:
     program, others = (b"", names) if isinstance(matrix, Tensor) else program_of(tuple(names))
     columns: Any = np.empty((len(names), len(matrix)))
     if program and evaluate is not None:
-        evaluate(program, np.ascontiguousarray(matrix), matrix.shape[1], columns)
+        evaluate(program, np.ascontiguousarray(matrix, np.float64), matrix.shape[1], columns)
     if others:
         sums, columns = Sums(matrix), [*columns]
         with np.errstate(all="ignore"):
@@ -135,16 +135,19 @@ def _statistic(name: str, sums: Sums) -> Column:
 
 @cache
 def program_of(names: tuple[str, ...]) -> tuple[bytes, Sequence[str]]:
-    """Return the program of the kernel for statistics, and those that it does not compute."""
+    """Return the program of the kernel for built-in statistics, and those that it does not compute."""
     if evaluate is None:
         return b"", names
     program, others = Program(), []
     sums = _TracedSums(program)
     for at, name in enumerate(names):
         try:
-            program.store(_statistic(name, sums), at)
-        except Exception:  # a formula of a user can raise any
-            others.append(name)
+            if name in STATISTICS:
+                program.store(_statistic(name, sums), at)
+                continue
+        except TypeError:  # it has other operations
+            pass
+        others.append(name)
     return program.to_bytes(), others
 
 
@@ -206,7 +209,6 @@ def statistic(
         text = meaning or (formula.__doc__ or "").strip().partition("\n")[0] or "a registered statistic"
         entry = Statistic(name, text, unit, formula, sums, merged=merged)
         _check_formula(entry, place)
-        program_of.cache_clear()
         return REGISTERED.register(name, place=place)(entry)
 
     return add

@@ -189,6 +189,10 @@ RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 0.01}
             {"_target_": "torch.optim.Adam", "lr": 2, "betas": [0.9, 0.999]},
         ),
         (["+exp=mine", "~optimizer", "+optimizer={_target_:torch.optim.SGD}"], {"_target_": "torch.optim.SGD"}),
+        (["optimizer=both"], {"_target_": "torch.optim.Adagrad", "lr": 0.1}),
+        (["+exp=mine", "optimizer=both", "optimizer.lr=0.5"], {"_target_": "torch.optim.Adagrad", "lr": 0.5}),
+        (["+exp=two", "optimizer@critic=adam"], RMSPROP),
+        (["+exp=two", "~optimizer@critic"], RMSPROP),
     ],
 )
 def test_target_replaces_the_arguments_of_the_default(
@@ -197,6 +201,11 @@ def test_target_replaces_the_arguments_of_the_default(
     """The momentum of the default optimizer does not become an argument of another one, and the command line wins."""
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text(f"# @package _global_\noptimizer: {RMSPROP}\n")
+    Path("conf/exp/two.yaml").write_text("# @package _global_\ndefaults: [mine, /optimizer@critic: sgd, _self_]\n")
+    Path("conf/optimizer").mkdir()
+    Path("conf/optimizer/both.yaml").write_text(
+        "# @package _global_\noptimizer: {_target_: torch.optim.Adagrad, lr: 0.1}\n"
+    )
     config = config_loader().load_configuration("config", overrides, RunMode.RUN)
     assert _plain(config.optimizer) == expected
 

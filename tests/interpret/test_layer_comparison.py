@@ -109,6 +109,23 @@ def test_runs_without_ids_must_have_the_same_batches() -> None:
         InstrumentError, match="other: the samples have no ids, and the runs recorded different batches"
     ):
         layer_similarity(one, rare)
+    named = forward_steps(
+        model, {"f": {**RECORD, "layers": "."}}, batches, sample_ids=np.arange(48).reshape(6, 8).tolist()
+    ).run
+    with pytest.raises(InstrumentError, match="other: the samples of only one of the runs have ids"):
+        layer_similarity(one, named)
+
+
+def test_samples_of_runs_without_ids_do_not_depend_on_other_layers() -> None:
+    """A layer that one run records has as many rows as tokens."""
+    model, batches = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Flatten(0, 1)), torch.randn(5, 6, 2, 4)
+    runs = [
+        forward_steps(model, {"f": {**RECORD, "layers": layers}}, batches).run
+        for layers in (["0", "1"], ["0", "1", "2"])
+    ]
+    table = layer_similarity(*runs, layers=["0", "1"], other_layers=["0", "1"])
+    assert np.diag(table) == pytest.approx([1.0, 1.0], rel=1e-6)
+    assert table.attrs["samples"] == 30
 
 
 def test_constant_layers_have_no_similarity() -> None:

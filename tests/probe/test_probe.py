@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from hook_runs import Calls
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import instrument
@@ -214,16 +214,16 @@ tells_numbers = pytest.mark.skipif(
 
 @tells_numbers
 def test_numbers_in_the_losses_of_the_first_step_are_settings() -> None:
-    model, other, given = nn.Linear(2, 1, bias=False), nn.Linear(2, 1), torch.autograd.backward
+    model, other, given = nn.Linear(2, 1, bias=False), nn.Linear(2, 1), Tensor.backward
     with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
         for _ in range(2):  # accumulated gradients
             (model(torch.ones(4, 2)).square().mean() * 0.25 / 3).backward()
         with torch.autograd.graph.save_on_cpu():  # hooks on saved tensors, which are not for numbers
-            torch.autograd.backward([2 * model(torch.ones(1, 2)) * torch.tensor(5.0)], [torch.ones(1, 1)])
+            (2 * model(torch.ones(1, 2)) * torch.tensor(5.0)).backward(torch.ones(1, 1))
         (7 * other(torch.ones(1, 2))).sum().backward()  # of another model
-        assert torch.autograd.backward is not given
+        assert Tensor.backward is not given
         probe.end_step()
-        assert torch.autograd.backward is given
+        assert Tensor.backward is given
         settings = {name: text for name, text in probe.layers["settings"][0].items() if name.startswith("loss.")}
     assert settings == {
         "loss.DivBackward0": "1 (other=3)",

@@ -140,6 +140,9 @@ def test_rows_of_several_processes_are_marked_and_steps_counted_once(tmp_path: P
     assert series["statistics"]["mean"] == [[0.5] * 3]
     assert (spread["of"], spread["several"], spread["statistics"]["high"]) == (3, True, [[1.0] * 3])
     assert acted["count"] == 3
+    next((tmp_path / "0" / "distributions").glob("part-0000-*.parquet")).unlink()  # not written yet
+    (spread,) = data_of(make(tmp_path / "0").html)["distributions"]
+    assert spread["statistics"]["high"] == [[2.0] * 3]
 
 
 def test_damaged_file_of_a_job_is_reported_on_the_sweep_page(tmp_path: Path) -> None:
