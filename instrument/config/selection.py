@@ -43,11 +43,9 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
         value = getattr(spec, field)
         if isinstance(value, Heads):
             _check_heads(value, shape, features_last=dim in (default_dim, unit_dim))
-        indices[dim] = (
-            _indices_of_heads(value, dim, shape[dim])
-            if isinstance(value, Heads)
-            else _checked(field, value, shape[dim], f"dimension {dim} of")
-        )
+            indices[dim] = _indices_of_heads(value, dim, shape[dim])
+        else:
+            indices[dim] = _checked(field, value, shape[dim], f"dimension {dim} of")
     return indices
 
 

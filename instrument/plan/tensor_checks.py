@@ -96,20 +96,16 @@ def _problems(
 
 def _slice_problems(text: str, shape: Sequence[int], *, may_exceed: bool) -> Iterator[tuple[str, str, str]]:
     for dim, (part, size) in enumerate(zip(parse_slice(text), shape, strict=False)):
-        bounds = (part,) if isinstance(part, int) else () if may_exceed else (part.start, part.stop)
-        last = size - 1 if isinstance(part, int) else size
-        if any(bound is not None and not -size <= bound <= last for bound in bounds):
-            allowed = f"{-size} to {last}; ':' for all of a dimension, 'samples: N' for at most N samples"
-            yield "slice", f"{_format_part(part)} is out of range for dimension {dim} of", allowed
-        elif isinstance(part, slice) and size and not range(*part.indices(size)):
-            yield "slice", f"{_format_part(part)} selects nothing along dimension {dim} of", "a start before the stop"
-
-
-def _format_part(part: int | slice) -> str:
-    if isinstance(part, int):
-        return str(part)
-    bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
-    return ":".join("" if bound is None else str(bound) for bound in bounds)
+        if isinstance(part, int):  # checked by `selected_shape`
+            continue
+        parts = (part.start, part.stop, *((part.step,) if part.step is not None else ()))
+        text = ":".join("" if bound is None else str(bound) for bound in parts)
+        bounds = () if may_exceed else (part.start, part.stop)
+        if any(bound is not None and not -size <= bound <= size for bound in bounds):
+            allowed = f"{-size} to {size}; ':' for all of a dimension, 'samples: N' for at most N samples"
+            yield "slice", f"{text} is out of range for dimension {dim} of", allowed
+        elif size and not range(*part.indices(size)):
+            yield "slice", f"{text} selects nothing along dimension {dim} of", "a start before the stop"
 
 
 def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
