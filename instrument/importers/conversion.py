@@ -16,7 +16,6 @@ from ..config.spec_file import YAML_ERRORS
 from ..errors import ConfigError, Problem
 
 EVERYTHING = "**"
-UNKNOWN = "no counterpart"
 MAX_NUMBERS = 10_000  # of several ranges
 _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -221,7 +220,7 @@ def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator
     """Yield the fields of a mapping, and add a note for each that was not taken when the block ends."""
     fields = Fields(value, where, experiment)
     yield fields
-    fields.note_given(dict.fromkeys([*fields.left], UNKNOWN))
+    fields.note_given(dict.fromkeys([*fields.left], "no counterpart"))
 
 
 def read_ranges(value: Any, where: str) -> list[range]:

@@ -17,12 +17,7 @@ from .tags import SCALAR_TABLES, Fold, scalars, tag_prefix
 # Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.
 MIN_RELATIVE_WIDTH = 1e-6
 MAX_BINS = 512  # of a histogram of W&B or Trackio
-_COLUMNS = ("low", "high", "counts")
-_CELLS_OF = {
-    name: itemgetter(*map(table.names.index, _COLUMNS))
-    for name, table in TABLES.items()
-    if {*_COLUMNS} <= {*table.names}
-}
+_CELLS = itemgetter(*map(TABLES["distributions"].names.index, ("low", "high", "counts")))
 
 
 class Histogram(NamedTuple):
@@ -35,7 +30,7 @@ class Histogram(NamedTuple):
     @classmethod
     def of(cls, table: str, row: Row) -> Self | None:
         """Return the histogram of a row of a table; None if it has none or no value was finite."""
-        cells = _CELLS_OF[table](row) if table in _CELLS_OF else (None,)
+        cells = _CELLS(row) if table == "distributions" else (None,)
         return None if None in cells else cls(*cells)
 
     def bins(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
