@@ -285,15 +285,9 @@ class FunctionSpec(ModifySpec):
 def describe_action(spec: HookSpec) -> str:
     """Describe the action of a spec in a few words: `record stats, tensors`, `clip norm 1.0`, `modify noise`."""
     if isinstance(spec, RecordSpec):
-        return "record " + ", ".join(
-            part
-            for part, requested in (
-                ("stats", spec.statistics),
-                *((name, value) for values in spec.tables.values() for name, value in values.items()),
-                ("tensors", spec.tensors),
-            )
-            if requested
-        )
+        further = [name for values in spec.tables.values() for name, value in values.items() if value]
+        requested = {"stats": spec.statistics, **dict.fromkeys(further, True), "tensors": spec.tensors}
+        return "record " + ", ".join(name for name, value in requested.items() if value)
     if isinstance(spec, PrintSpec):
         shown = [name for name in spec.statistics if name not in COUNTS]
         return "print " + ", ".join([*shown, *(custom.column for custom in spec.custom_statistics)] or ["shape"])
