@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -60,18 +60,15 @@ def parse_slice(text: str) -> tuple[slice | int, ...]:
     return tuple(parts)
 
 
-def _refuse_list(value: Any) -> Any:
+def _slice_text(value: Any) -> Any:
     if isinstance(value, list | tuple):
         raise ValueError("must be text: put the slice, with its brackets, in quotes")
+    if isinstance(value, str):
+        parse_slice(value)
     return value
 
 
-def _slice_text(text: str) -> str:
-    parse_slice(text)
-    return text
-
-
-SliceText = Annotated[str, AfterValidator(_slice_text), BeforeValidator(_refuse_list)]
+SliceText = Annotated[str, BeforeValidator(_slice_text)]
 """A slice in NumPy notation, as text."""
 
 
@@ -269,7 +266,8 @@ class HookBase(Selection):
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong with the combination of fields. Subclasses add theirs."""
         yield from self._problems_of_elements()
-        yield from self._problems_of_condition()
+        if self.condition is not None:
+            yield from self._problems_of_statistics([self.condition.stat], "stat {} of 'when'")
         yield from self._problems_of_schedule()
         yield from self._problems_of_kind()
 
@@ -289,12 +287,16 @@ class HookBase(Selection):
         if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
             yield "'unit_dim' requires 'units', dead_fraction in 'stats', 'spectrum', or a function of units"
 
-    def _problems_of_condition(self) -> Iterator[str]:
-        condition = self.condition
-        if condition is not None and not condition.fits(self.kind, self.tensor_role):
-            where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(condition.stat).only)
-            given = f"this hook has kind {self.kind}, role {self.tensor_role}"
-            yield f"stat {condition.stat} of 'when' requires {where}; {given}"
+    def _has(self, statistic: str) -> bool:
+        only = statistic_of(statistic).only
+        return not only or (self.kind, self.tensor_role) in only
+
+    def _problems_of_statistics(self, names: Iterable[str], what: str) -> Iterator[str]:
+        for name in names:
+            if not self._has(name):
+                where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(name).only)
+                given = f"this hook has kind {self.kind}, role {self.tensor_role}"
+                yield f"{what.format(name)} requires {where}; {given}"
 
     def _problems_of_schedule(self) -> Iterator[str]:
         if self.stop is not None and self.stop <= self.start:

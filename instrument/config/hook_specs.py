@@ -21,7 +21,7 @@ from ..errors import Problem
 from ..fields.field_types import Count, Dimension, IndexList, Target, UnknownNameError, message_of
 from ..fields.registry import Registry
 from ..tables.schemas import RESERVED_COLUMNS, TABLES
-from ..tables.statistics import ALL, COUNTS, DEFAULT, REGISTERED, statistic_of
+from ..tables.statistics import ALL, COUNTS, DEFAULT, REGISTERED
 from .base import ACTIONS, HookBase, InterventionSpec, ObservationSpec, implementation
 
 HookSpec = HookBase
@@ -109,10 +109,9 @@ class StatisticsSpec(ObservationSpec):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        for name in self.stats if isinstance(self.stats, tuple) else ():
-            if isinstance(name, str) and not self._has(name):
-                where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(name).only)
-                yield f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
+        if isinstance(self.stats, tuple):
+            names = [name for name in self.stats if isinstance(name, str)]
+            yield from self._problems_of_statistics(names, "statistic {}")
 
     @property
     def _uses_units(self) -> bool:
@@ -131,10 +130,6 @@ class StatisticsSpec(ObservationSpec):
     @property
     def custom_statistics(self) -> tuple[CustomStatistic, ...]:
         return tuple(item for item in self.stats if isinstance(item, CustomStatistic))
-
-    def _has(self, statistic: str) -> bool:
-        only = statistic_of(statistic).only
-        return not only or (self.kind, self.tensor_role) in only
 
 
 def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
@@ -290,15 +285,9 @@ class FunctionSpec(ModifySpec):
 def describe_action(spec: HookSpec) -> str:
     """Describe the action of a spec in a few words: `record stats, tensors`, `clip norm 1.0`, `modify noise`."""
     if isinstance(spec, RecordSpec):
-        return "record " + ", ".join(
-            part
-            for part, requested in (
-                ("stats", spec.statistics),
-                *((name, value) for values in spec.tables.values() for name, value in values.items()),
-                ("tensors", spec.tensors),
-            )
-            if requested
-        )
+        further = [name for values in spec.tables.values() for name, value in values.items() if value]
+        requested = {"stats": spec.statistics, **dict.fromkeys(further, True), "tensors": spec.tensors}
+        return "record " + ", ".join(name for name, value in requested.items() if value)
     if isinstance(spec, PrintSpec):
         shown = [name for name in spec.statistics if name not in COUNTS]
         return "print " + ", ".join([*shown, *(custom.column for custom in spec.custom_statistics)] or ["shape"])

@@ -253,13 +253,10 @@ def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> lis
     problems = [
         _problem(dict(item), where, model)
         for item in items
-        if item["type"] != "too_short" or not any(_is_inside(other["loc"], item["loc"]) for other in items)
+        if item["type"] != "too_short"
+        or not any(other["loc"][: len(item["loc"])] == item["loc"] != other["loc"] for other in items)
     ]
     return list({(problem.where, problem.message): problem for problem in problems}.values())
-
-
-def _is_inside(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
-    return len(path) > len(parent) and path[: len(parent)] == parent
 
 
 def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:

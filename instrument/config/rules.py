@@ -178,15 +178,11 @@ class WatchRule(PersistentRule):
         return self.watch == ("metrics",)
 
 
-def _custom_rule_schema(schema: dict[str, Any]) -> None:
-    """Allow the arguments of a custom rule next to the other fields."""
-    schema.pop("additionalProperties", None)
-
-
 class CustomRule(RuleBase):
     """Your own rule: a class with the method `update` of `instrument.Rule`. Further keys are its arguments."""
 
-    model_config = ConfigDict(json_schema_extra=_custom_rule_schema)
+    # The schema allows the arguments of the rule next to the other fields.
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("additionalProperties", None))
 
     target: Annotated[Target, WithJsonSchema({"type": "string"})] = Field(
         alias="_target_", description="The dotted path of the class."

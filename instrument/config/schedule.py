@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ..fields.field_types import Count, Number, Spec, UnknownNameError
-from ..tables.statistics import ALL, REGISTERED, statistic_of, unreachable_bound
+from ..tables.statistics import ALL, REGISTERED, unreachable_bound
 
 Phase = Literal["train", "forward", "eval", "probe", "rollout"]
 
@@ -137,11 +137,6 @@ class Condition(Spec):
         bound = self.above if self.below is None else self.below
         assert bound is not None, "checked by the validator"
         return bound
-
-    def fits(self, kind: str, role: str) -> bool:
-        """Return whether the tensors of a kind and role have the statistic."""
-        only = statistic_of(self.stat).only
-        return not only or (kind, role) in only
 
     def __str__(self) -> str:
         times = "" if self.times is None else f" x {self.times}"

@@ -43,16 +43,14 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
         value = getattr(spec, field)
         if isinstance(value, Heads):
             _check_heads(value, shape, features_last=dim in (default_dim, unit_dim))
-        indices[dim] = (
-            _indices_of_heads(value, dim, shape[dim])
-            if isinstance(value, Heads)
-            else _checked(field, value, shape[dim], f"dimension {dim} of")
-        )
+            indices[dim] = _indices_of_heads(value, dim, shape[dim])
+        else:
+            indices[dim] = _checked(field, value, shape[dim], f"dimension {dim} of")
     return indices
 
 
-def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -> tuple[int, ...]:
-    """Return the shape of the selected part of a tensor; see `selected_indices`. A slice is cut at the end of a dimension."""
+def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None, *, may_exceed: bool) -> tuple[int, ...]:
+    """Return the shape of the selected part of a tensor; see `selected_indices`. With `may_exceed`, a slice may end beyond a dimension."""
     if spec.slice is None:
         indices = selected_indices(spec, shape, unit_dim)
         return tuple(len(indices[dim]) if dim in indices else size for dim, size in enumerate(shape))
@@ -64,12 +62,25 @@ def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -
     if isinstance(first := getattr(spec, "samples", None), int):
         sizes[0] = min(first, sizes[0])
     for dim, (part, size) in enumerate(zip(parts, sizes, strict=False)):
-        if isinstance(part, int) and not -size <= part < size:
-            raise SelectionError("slice", f"{part} is out of range for dimension {dim} of", f"{-size} to {size - 1}")
+        _check_part(part, dim, size, may_exceed=may_exceed)
     kept = [
         len(range(*part.indices(size))) for part, size in zip(parts, sizes, strict=False) if not isinstance(part, int)
     ]
     return (*kept, *sizes[len(parts) :])
+
+
+def _check_part(part: int | slice, dim: int, size: int, *, may_exceed: bool) -> None:
+    if isinstance(part, int):
+        if not -size <= part < size:
+            raise SelectionError("slice", f"{part} is out of range for dimension {dim} of", f"{-size} to {size - 1}")
+        return
+    bounds = (part.start, part.stop)
+    text = ":".join("" if bound is None else str(bound) for bound in (*bounds, *([part.step] if part.step else [])))
+    if not may_exceed and any(bound is not None and not -size <= bound <= size for bound in bounds):
+        allowed = f"{-size} to {size}; ':' for all of a dimension, 'samples: N' for at most N samples"
+        raise SelectionError("slice", f"{text} is out of range for dimension {dim} of", allowed)
+    if size and not range(*part.indices(size)):
+        raise SelectionError("slice", f"{text} selects nothing along dimension {dim} of", "a start before the stop")
 
 
 def _dimension(field: str, count: int, unit_dim: int | None) -> int:

@@ -106,11 +106,6 @@ def describe_callable(function: Any) -> str:
     return f"{str(name).rpartition('.')[2]}{location}"
 
 
-def _glob(pattern: str) -> str:
-    compile_glob(pattern)
-    return pattern
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int | float) else value
 
@@ -138,7 +133,7 @@ def _reject_bool(value: Any) -> Any:
 
 
 Name = Annotated[str, BeforeValidator(number_to_text, json_schema_input_type=str | int)]
-Glob = Annotated[Name, AfterValidator(_glob)]
+Glob = Annotated[Name, AfterValidator(lambda pattern: compile_glob(pattern) and pattern)]
 Globs = Annotated[tuple[Glob, ...], BeforeValidator(_as_list, json_schema_input_type=str | int | list[str | int])]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 # Bounds are next to the type, where the JSON Schema reads them. `Spec` forbids NaN and infinity.
@@ -231,16 +226,13 @@ DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 DEFAULT_BINS, MAX_BINS = 64, 4096
 
 
-def _levels(value: Any) -> Any:
+def _numbers(default: tuple[float, ...], value: Any) -> Any:
     if isinstance(value, bool):
-        return DEFAULT_LEVELS if value else None
+        return default if value else None
     return (value,) if isinstance(value, int | float) else value
 
 
-def _bins(value: Any) -> Any:
-    return (DEFAULT_BINS if value else None) if isinstance(value, bool) else value
-
-
+_SORTED = AfterValidator(lambda numbers: numbers and tuple(sorted(set(numbers))))
 _Level = Annotated[float, Field(ge=0.0, le=1.0)]
 Levels = Annotated[
     tuple[_Level, ...] | None,
@@ -249,15 +241,12 @@ Levels = Annotated[
         max_length=1000,
         description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
     ),
-    BeforeValidator(_levels, json_schema_input_type=bool | _Level | Annotated[list[_Level], Field(min_length=1)]),
-    AfterValidator(lambda levels: levels and tuple(sorted(set(levels)))),
+    BeforeValidator(
+        partial(_numbers, DEFAULT_LEVELS),
+        json_schema_input_type=bool | _Level | Annotated[list[_Level], Field(min_length=1)],
+    ),
+    _SORTED,
 ]
-
-
-def _edges(value: Any) -> Any:
-    if isinstance(value, bool):
-        return (0, *(2**power for power in range(18))) if value else None
-    return (value,) if isinstance(value, int) else value
 
 
 Edges = Annotated[
@@ -269,15 +258,19 @@ Edges = Annotated[
         "batch: the first position of each bin, ascending; true: 0, 1, 2, 4, 8, ..., 131072.",
     ),
     BeforeValidator(
-        _edges, json_schema_input_type=bool | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+        partial(_numbers, (0, *(2**power for power in range(18)))),
+        json_schema_input_type=bool | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)],
     ),
-    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
+    _SORTED,
 ]
 _Bins = Annotated[int, Field(ge=2, le=MAX_BINS)]
 Bins = Annotated[
     _Bins | None,
     Field(description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."),
-    BeforeValidator(_bins, json_schema_input_type=bool | _Bins),
+    BeforeValidator(
+        lambda value: (DEFAULT_BINS if value else None) if isinstance(value, bool) else value,
+        json_schema_input_type=bool | _Bins,
+    ),
 ]
 
 

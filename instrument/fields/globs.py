@@ -22,7 +22,7 @@ _TOKEN = re.compile(r"\[(?P<negation>!?)(?P<inside>\]?[^\]]*)(?P<end>\]?)|.", re
 
 @lru_cache(maxsize=1024)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """Convert a pattern to a regular expression, which is matched against `_with_dots(name)`.
+    """Convert a pattern to a regular expression, which is matched against a name with a dot after every segment.
 
     Raises:
         ValueError: The pattern is empty, contains an empty segment, an unclosed bracket, a reversed range or a `**`
@@ -45,15 +45,9 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches the name of a module or parameter. The name of the root module is empty."""
-    compiled = compile_glob(pattern)
-    if pattern.startswith("re:"):
-        return compiled.fullmatch(name) is not None
-    return compiled.fullmatch(_with_dots(name)) is not None
-
-
-def _with_dots(name: str) -> str:
-    """Add a dot after every segment, so that each segment of a pattern can match its own dot."""
-    return f"{name}." if name else ""
+    # Each segment of a pattern matches its own dot.
+    text = f"{name}." if name and not pattern.startswith("re:") else name
+    return compile_glob(pattern).fullmatch(text) is not None
 
 
 def _segment(segment: str, pattern: str) -> str:
@@ -63,10 +57,7 @@ def _segment(segment: str, pattern: str) -> str:
         raise ValueError(f"'**' must be a complete segment between dots in {pattern!r}")
     if not segment:
         raise ValueError(f"{pattern!r} has an empty segment")
-    return _characters(segment, pattern) + r"\."
 
-
-def _characters(segment: str, pattern: str) -> str:
     def translate(token: re.Match[str]) -> str:
         if token[0] in ("*", "?"):
             return "[^.]*" if token[0] == "*" else "[^.]"
@@ -77,4 +68,4 @@ def _characters(segment: str, pattern: str) -> str:
         inside = re.sub(r"([\\^\[])", r"\\\1", token["inside"])
         return f"(?!\\.)[{'^' if token['negation'] else ''}{inside}]"
 
-    return _TOKEN.sub(translate, segment)
+    return _TOKEN.sub(translate, segment) + r"\."

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from ..config.spec_file import YAML_ERRORS
 from ..errors import ConfigError, Problem
+from ..fields.field_types import Dimension
 
 EVERYTHING = "**"
-UNKNOWN = "no counterpart"
 MAX_NUMBERS = 10_000  # of several ranges
 _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -178,27 +179,21 @@ class Fields:
         value = self.left.pop(name, None)
         return default if value is None else value
 
-    def number(self, name: str, default: int | None = None) -> int | None:
-        """Return a whole number, which may be written as text."""
+    def typed(self, name: str, default: Any, kind: Any, wanted: str) -> Any:
+        """Return a value of a type, to which Pydantic converts text."""
         value = self.take(name)
-        if value is None:
-            return default
         try:
-            number = int(value)
-            if isinstance(value, bool) or (isinstance(value, float) and number != value):
-                raise ValueError
-            return number
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(Problem(self.key(name), "must be a whole number", given=value)) from None
+            return default if value is None else TypeAdapter(kind).validate_python(value)
+        except ValidationError:
+            raise ConfigError(Problem(self.key(name), f"must be {wanted}", given=value)) from None
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def number(self, name: str, default: int | None = None) -> Any:
+        """Return a whole number, which may be written as text."""
+        return self.typed(name, default, Dimension, "a whole number")
+
+    def flag(self, name: str, default: bool = False) -> Any:
         """Return a boolean, which may be written as text."""
-        value = self.take(name, default)
-        if isinstance(value, bool):
-            return value
-        if str(value).strip().lower() in ("true", "false"):
-            return str(value).strip().lower() == "true"
-        raise ConfigError(Problem(self.key(name), "must be true or false", given=value))
+        return self.typed(name, default, bool, "true or false")
 
     def texts(self, name: str) -> list[str]:
         """Return a list of strings. A string is a list separated by commas."""
@@ -208,12 +203,9 @@ class Fields:
             raise ConfigError(Problem(self.key(name), "must be a list", given=value))
         return [str(item).strip() for item in items if str(item).strip()]
 
-    def mappings(self, name: str) -> list[Mapping[str, Any]]:
+    def mappings(self, name: str) -> Any:
         """Return a list of mappings."""
-        value = self.take(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-            raise ConfigError(Problem(self.key(name), "must be a list of mappings", given=value))
-        return value
+        return self.typed(name, [], list[dict[Any, Any]], "a list of mappings")
 
 
 @contextmanager
@@ -221,7 +213,7 @@ def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator
     """Yield the fields of a mapping, and add a note for each that was not taken when the block ends."""
     fields = Fields(value, where, experiment)
     yield fields
-    fields.note_given(dict.fromkeys([*fields.left], UNKNOWN))
+    fields.note_given(dict.fromkeys([*fields.left], "no counterpart"))
 
 
 def read_ranges(value: Any, where: str) -> list[range]:

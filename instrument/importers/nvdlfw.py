@@ -218,28 +218,15 @@ def _statistics(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:
-    every = fields.number("freq", 1) or 0
-    intervals = fields.take("start_end_list")
+    every = fields.number("freq", 1)
+    intervals = fields.typed("start_end_list", None, list[tuple[int, int]], "a list of pairs of whole numbers")
     start, end = fields.number("start_step", 0), fields.number("end_step", -1)
     inclusive = of_engine or intervals is None  # an interval of the namespace base does not include its end
-    if intervals is None:
-        pairs: list[tuple[int | None, int | None]] = [(start, end)]
-    elif isinstance(intervals, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in intervals):
-        pairs = [(_whole(first), _whole(last)) for first, last in intervals]
-    else:
-        raise ConfigError(Problem(fields.key("start_end_list"), "must be a list of pairs", given=intervals))
     schedules = []
-    for first, last in pairs:
-        stop = None if last is None or last < 0 else last + inclusive
-        schedule = multiples(every, first or 0, stop, fields.key("freq"))
+    for first, last in [(start, end)] if intervals is None else intervals:
+        schedule = multiples(every, first, None if last < 0 else last + inclusive, fields.key("freq"))
         if schedule is None:
             fields.experiment.note(fields.where, f"no step from {first} to {last} is a multiple of freq {every}")
         else:
             schedules.append(schedule)
     return schedules
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int):
-        raise ConfigError(Problem("start_end_list", "must contain whole numbers", given=value))
-    return value

@@ -149,7 +149,9 @@ def attach(
     _check_type("model", model, nn.Module, "torch.nn.Module")
     _check_type("scaler", scaler, GradScaler | None, "torch.amp.GradScaler")
     _check_type("out", out, str | os.PathLike | None, "path")
-    _check_integers(seed=seed, step=step, epoch=epoch)
+    for name, number in (("seed", seed), ("step", step), ("epoch", epoch)):
+        if not isinstance(number, Integral) or not 0 <= int(number) < 2**63:
+            raise ConfigError(Problem(name, "must be an integer", given=number, allowed="0 to 2**63 - 1"))
     if ids not in ("recorded", "all"):
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
     hooks = read_specs(specs)
@@ -216,12 +218,6 @@ def attach(
 def _check_type(name: str, value: object, types: type | UnionType, allowed: str) -> None:
     if not isinstance(value, types):
         raise ConfigError(Problem(name, f"must be a {allowed}", given=type(value).__name__))
-
-
-def _check_integers(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        if not isinstance(number, Integral) or not 0 <= int(number) < 2**63:
-            raise ConfigError(Problem(name, "must be an integer", given=number, allowed="0 to 2**63 - 1"))
 
 
 @contextmanager

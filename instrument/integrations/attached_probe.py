@@ -138,7 +138,8 @@ class MemoryFiles(RunFiles):
         pieces = self._pieces[name]
         rows, table = self.sink.rows[name][sum(map(len, pieces)) :], TABLES[name]
         if rows and name == "tensors":
-            pieces.append(_tensors(rows))
+            stored = ((tuple(key), tensor.reshape(-1), tensor.dtype == torch.float32) for *key, tensor, _ in rows)
+            pieces.append(as_table(table, rows_of(stored)))
         elif rows:
             plain = pa.Table.from_batches([as_batch(table, rows)])
             if table.is_sorted:
@@ -158,11 +159,3 @@ def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
     is_first = np.array([True, *(one != other for one, other in pairwise(moments))])
     index = np.arange(len(rows))
     return index - np.maximum.accumulate(np.where(is_first, index, 0))
-
-
-def _tensors(rows: Sequence[Row]) -> pa.Table:
-    def stored(row: Row) -> tuple[Row, torch.Tensor, bool]:
-        *columns, tensor, _ = row
-        return tuple(columns), tensor.reshape(-1), tensor.dtype == torch.float32
-
-    return as_table(TABLES["tensors"], rows_of(map(stored, rows)))

@@ -5,13 +5,11 @@ It has no side effects: buffers, training flags and random states are restored, 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -19,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config.base import HookBase
 from ..errors import ConfigError, Problem, first_line, user_code_location
+from ..runtime.random_states import preserve_python_and_numpy
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
 from ..values.nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
 from .attention_weights import attention_of
@@ -259,13 +258,9 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):  # PyTorch warns about several unnamed devices.
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    devices = range(torch.cuda.device_count())  # PyTorch warns about several unnamed devices.
+    with preserve_python_and_numpy(), torch.random.fork_rng(devices):
+        yield
 
 
 def _misfit(error: Exception, running: list[tuple[Layer, Any]], *, has_called: bool) -> Problem:

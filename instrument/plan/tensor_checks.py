@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
-from ..config.base import dimension_misfits, parse_slice
+from ..config.base import dimension_misfits
 from ..config.hook_specs import RecordSpec
 from ..config.selection import SelectionError, selected_shape
 from ..errors import ConfigError, Problem, raise_problems, similar_names
@@ -74,17 +74,12 @@ def _problems(
         shape = shape[:dim] + shape[dim + 1 :]
     selected = shape
     if spec.selection:
-        of_parameter = spec.definition.family != "module"
+        dim_of_units = unit_dim(len(shape), site.layer.module, of_parameter=spec.definition.family != "module")
         try:
-            selected = selected_shape(spec, shape, unit_dim(len(shape), site.layer.module, of_parameter=of_parameter))
+            selected = selected_shape(spec, shape, dim_of_units, may_exceed=may_exceed)
         except SelectionError as error:
             yield error.field, str(error), error.allowed
             return
-    if spec.slice is not None:
-        first = spec.samples if isinstance(spec.samples, int) else None
-        yield from _slice_problems(
-            spec.slice, (*(min(first or size, size) for size in shape[:1]), *shape[1:]), may_exceed=may_exceed
-        )
     if isinstance(spec, RecordSpec):
         if spec.unit_dim is not None:
             yield from dimension_misfits("unit_dim", [spec.unit_dim], len(selected))
@@ -92,24 +87,6 @@ def _problems(
             message = f"{spec.dtype} cannot represent the complex values of"
             yield "dtype", message, f"no 'dtype': {dtype} is not converted"
     yield from spec.misfits(selected, shape)
-
-
-def _slice_problems(text: str, shape: Sequence[int], *, may_exceed: bool) -> Iterator[tuple[str, str, str]]:
-    for dim, (part, size) in enumerate(zip(parse_slice(text), shape, strict=False)):
-        bounds = (part,) if isinstance(part, int) else () if may_exceed else (part.start, part.stop)
-        last = size - 1 if isinstance(part, int) else size
-        if any(bound is not None and not -size <= bound <= last for bound in bounds):
-            allowed = f"{-size} to {last}; ':' for all of a dimension, 'samples: N' for at most N samples"
-            yield "slice", f"{_format_part(part)} is out of range for dimension {dim} of", allowed
-        elif isinstance(part, slice) and size and not range(*part.indices(size)):
-            yield "slice", f"{_format_part(part)} selects nothing along dimension {dim} of", "a start before the stop"
-
-
-def _format_part(part: int | slice) -> str:
-    if isinstance(part, int):
-        return str(part)
-    bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
-    return ":".join("" if bound is None else str(bound) for bound in bounds)
 
 
 def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:

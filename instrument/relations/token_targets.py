@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..hooks.module_copies import copy_arguments, copy_modules
+from ..runtime.random_states import preserve_python_and_numpy
 from ..values.dtensor import is_sharded
 from ..values.nested import iter_tensors
 from .observations import LossCall
@@ -138,6 +137,7 @@ def causality(training: Training, of: TokenTargets) -> Causality:
     )
 
 
+@preserve_python_and_numpy()
 def call_again(training: Training, calls: Sequence[Callable[[nn.Module], list[Tensor]]]) -> list[list[Tensor]] | str:
     """Call functions with a copy of the model in evaluation mode. Return their results, or why the model cannot be called.
 
@@ -149,7 +149,6 @@ def call_again(training: Training, calls: Sequence[Callable[[nn.Module], list[Te
         model = model.module
     if any(is_sharded(parameter) for parameter in model.parameters()):
         return "its parameters are sharded"
-    states = random.getstate(), np.random.get_state()
     devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
     try:
         copied = copy_modules(model, share_parameters=True)
@@ -157,16 +156,11 @@ def call_again(training: Training, calls: Sequence[Callable[[nn.Module], list[Te
             part.training = False
         outputs = []
         for call in calls:
-            with torch.no_grad(), torch.random.fork_rng(devices), _Isolated():
+            with torch.no_grad(), preserve_python_and_numpy(), torch.random.fork_rng(devices), _Isolated():
                 outputs.append(call(copied[model]))
-            random.setstate(states[0])
-            np.random.set_state(states[1])
     # The model's own code, which can raise anything when it is called again.
     except Exception as error:
         return f"the model cannot be called again: {type(error).__name__}: {error}"[:200]
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
     return outputs
 
 

@@ -12,10 +12,8 @@ NOT_CALLED = (
     "the module was not called while the hook was scheduled: no code calls it, its parent uses its parameters functionally "
     "or calls .forward() directly, or an exception ended the forward pass before the call"
 )
-NOT_CALLED_COPIED = (
-    "the module was not called while the hook was scheduled: a copy of it (deepcopy, pickle), whose hooks are no-ops, runs "
-    "instead, no code calls it, its parent uses its parameters functionally or calls .forward() directly, or an exception "
-    "ended the forward pass before the call"
+NOT_CALLED_COPIED = NOT_CALLED.replace(
+    "no code", "a copy of it (deepcopy, pickle), whose hooks are no-ops, runs instead, no code"
 )
 OTHER_CALLS = "the module was called, but in none of the calls that 'calls' selects"
 AT_OTHER_STEPS = "the module was not called at steps at which the hook was scheduled; it was called at other steps"
@@ -119,7 +117,6 @@ _HAPPENED = {  # what happened in another phase instead
     NOT_CALLED: "the module was called",
     NO_LOSS: "the loss was passed to the probe",
 }
-_PHASES = {"sanity": "the sanity check before training"}
 
 
 CLEARED = (
@@ -166,7 +163,8 @@ def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None
         return None
     if phase in elsewhere:
         return AT_OTHER_STEPS if reason == NOT_CALLED else None
-    phases = " and ".join(_PHASES.get(other, f"phase {other}") for other in sorted(elsewhere))
+    names = ("the sanity check before training" if each == "sanity" else f"phase {each}" for each in sorted(elsewhere))
+    phases = " and ".join(names)
     return f"{_HAPPENED[reason]} in {phases} only, but the hook is for phase {phase}"
 
 

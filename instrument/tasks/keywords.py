@@ -104,10 +104,9 @@ class HuggingFace(HasLoss):
 
         Without integer labels, return the number of samples.
         """
-        labels = _entries(batch).get(self.labels)
+        labels = self.sample_targets(batch)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return _samples(labels, batch)
-        labels = labels[:, 1:] if self.shift and labels.dim() == 2 else labels
         return number_of_terms(_DEFAULT_LOSS if self.loss is None else self.loss, labels[labels != IGNORED])
 
     def sample_targets(self, batch: Any) -> Tensor | None:

@@ -194,7 +194,11 @@ class NextToken:
             logits, targets = logits[:, :-1], tokens[:, 1:]  # The token after the last position is unknown.
         elif targets.dim() == 1 and logits.dim() == 3:
             logits, targets = logits[:, -1:], targets[:, None]
-        _check_shapes(logits, targets)
+        if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
+            raise ValueError(
+                f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token requires tokens [N, T], or pairs of "
+                "tokens [N, T] and targets [N, T] or [N], and logits [N, T, vocabulary]"
+            )
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         counted = targets != IGNORED
         hits = (logits.detach().argmax(-1) == targets) & counted
@@ -209,19 +213,10 @@ class NextToken:
 
     def number_of_terms(self, batch: Any) -> int:
         """Return the number of targets that are not ignored."""
-        tokens, targets = _tokens_and_targets(batch)
-        return int(((tokens[:, 1:] if targets is None else targets) != IGNORED).sum())
+        return int((self.sample_targets(batch) != IGNORED).sum())
 
 
 def _tokens_and_targets(batch: Any) -> tuple[Any, Any]:
     """Return tokens and targets of a batch. The targets of a batch without targets are None."""
     is_pair = isinstance(batch, list | tuple) and len(batch) != 1
     return pair_of(batch) if is_pair else (inputs_of(batch), None)
-
-
-def _check_shapes(logits: Tensor, targets: Tensor) -> None:
-    if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
-        raise ValueError(
-            f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token requires tokens [N, T], or pairs of "
-            "tokens [N, T] and targets [N, T] or [N], and logits [N, T, vocabulary]"
-        )

@@ -143,7 +143,8 @@ class Generate:
             },
         )
         first = 1 if model.config.is_encoder_decoder else length  # A decoder starts with one token of its own.
-        return [_until_end(row, ends) for row in tokens[:, first:].tolist()]
+        rows = tokens[:, first:].tolist()  # each up to the first end-of-sequence token, which is included
+        return [row[: next((index for index, token in enumerate(row, 1) if token in ends), None)] for row in rows]
 
     def _token_by_token(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device
@@ -160,9 +161,3 @@ class Generate:
             best = torch.multinomial(logits.softmax(-1), 1) if self.sample else logits.argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, best], dim=1)
         return tokens[:, len(prompts[0]) :].tolist()
-
-
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the tokens up to the first end-of-sequence token, which is included."""
-    stop = next((index for index, token in enumerate(tokens, 1) if token in ends), len(tokens))
-    return tokens[:stop]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,7 @@ from .tags import SCALAR_TABLES, Fold, scalars, tag_prefix
 # Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.
 MIN_RELATIVE_WIDTH = 1e-6
 MAX_BINS = 512  # of a histogram of W&B or Trackio
-_COLUMNS = ("low", "high", "counts")
-_CELLS_OF = {
-    name: itemgetter(*map(table.names.index, _COLUMNS))
-    for name, table in TABLES.items()
-    if {*_COLUMNS} <= {*table.names}
-}
+_CELLS = itemgetter(*map(TABLES["distributions"].names.index, ("low", "high", "counts")))
 
 
 class Histogram(NamedTuple):
@@ -31,12 +26,6 @@ class Histogram(NamedTuple):
     low: float
     high: float
     counts: Sequence[int]
-
-    @classmethod
-    def of(cls, table: str, row: Row) -> Self | None:
-        """Return the histogram of a row of a table; None if it has none or no value was finite."""
-        cells = _CELLS_OF[table](row) if table in _CELLS_OF else (None,)
-        return None if None in cells else cls(*cells)
 
     def bins(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the edges, shape [bins + 1], and the counts, shape [bins]. One narrow bin if all values are equal."""
@@ -80,8 +69,8 @@ class SummaryCollector:
         for row in rows if table in SCALAR_TABLES else ():
             for tag, step, value, fold in scalars(table, row):
                 self._values[step][tag, fold].append(value)
-            if (histogram := Histogram.of(table, row)) is not None:
-                self._steps[row[0]].histograms.setdefault(f"{tag_prefix(row)}/histogram", histogram)
+            if table == "distributions" and None not in (cells := _CELLS(row)):  # null if no value was finite
+                self._steps[row[0]].histograms.setdefault(f"{tag_prefix(row)}/histogram", Histogram(*cells))
         for step, _, layer, rule, message, severity, *_ in rows if table == "events" else ():
             texts, tag = self._steps[step or 0].texts, f"events/{severity}"
             known = f"{texts[tag]}\n\n" if tag in texts else ""

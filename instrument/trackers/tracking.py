@@ -1,11 +1,10 @@
 """Trackers, and the sink that passes the rows of a run to them.
 
-A tracker receives one summary per step. It never affects the random numbers of the training.
+A tracker receives one summary per step. It never affects the random numbers of the training; MLflow draws some.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from ..config.experiment import TRACKERS
 from ..errors import ConfigError, Problem, SinkError, first_line, raise_problems
 from ..fields.pip_extras import pip_command
+from ..runtime.random_states import preserve_python_and_numpy
 from ..tables.sink_interface import Row
 from .step_summary import StepSummary, SummaryCollector
 from .tags import SCALAR_TABLES
@@ -107,7 +105,7 @@ def require(packages: Mapping[str, str]) -> None:
     missing = []
     for name, where in packages.items():
         try:
-            with _same_random_numbers():
+            with preserve_python_and_numpy():
                 import_module(name) if name in TRACKERS.builtin else TRACKERS[name]
         except ImportError as error:
             message = f"the package {name} cannot be imported: {error}"
@@ -128,7 +126,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
     require({name: where})
     tracker_folder = tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")
     try:
-        with _same_random_numbers():
+        with preserve_python_and_numpy():
             return TrackingSink(TRACKERS[name](run, tracker_folder), name)
     except Exception as error:
         message = f"{name} cannot be started: {type(error).__name__}: {first_line(error)[:MAX_LETTERS]}"
@@ -138,18 +136,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
 @contextmanager
 def _calling(name: str) -> Iterator[None]:
     try:
-        with _same_random_numbers():
+        with preserve_python_and_numpy():
             yield
     except Exception as error:
         raise SinkError(f"{name} failed: {type(error).__name__}: {first_line(error)[:MAX_LETTERS]}") from error
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Restore the state of Python's and NumPy's random generators after the block. MLflow draws from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -41,19 +41,15 @@ def entries(value: Any) -> Sequence[tuple[Any, Any]]:
         return [*vars(value).items()]
     if _is_graph(value):
         return [*value.to_dict().items()]
-    fields = ((name, getattr(value, name, _MISSING)) for name in _field_names(value))
-    return [(name, child) for name, child in fields if child is not _MISSING]
+    is_dataclass = dataclasses.is_dataclass(value)
+    fields = dataclasses.fields(value) if is_dataclass else getattr(type(value), "__attrs_attrs__", ())
+    children = ((field.name, getattr(value, field.name, _MISSING)) for field in fields)
+    return [(name, child) for name, child in children if child is not _MISSING]
 
 
 def _is_graph(value: Any) -> bool:
     geometric = sys.modules.get("torch_geometric.data")
     return geometric is not None and isinstance(value, geometric.Data)
-
-
-def _field_names(value: Any) -> Sequence[str]:
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    return [field.name for field in getattr(type(value), "__attrs_attrs__", ())]
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -224,15 +224,14 @@ def _packed(tensor: DTensor) -> dict[str, Any]:
         _SHARD: tensor.to_local(),
         "mesh": [*(tensor.device_mesh.mesh_dim_names or ())],
         # The dimension, and for FSDP2 on a tensor parallel dimension the split factor. Empty: replicated.
-        "placements": [_fields(placement) for placement in tensor.placements],
+        "placements": [
+            [int(getattr(placement, name)) for name in ("dim", "split_factor") if hasattr(placement, name)]
+            for placement in tensor.placements
+        ],
         "offset": [*offset],
         "shape": [*tensor.shape],
         "stride": [*tensor.stride()],
     }
-
-
-def _fields(placement: Any) -> list[int]:
-    return [int(getattr(placement, name)) for name in ("dim", "split_factor") if hasattr(placement, name)]
 
 
 def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
