@@ -272,7 +272,7 @@ def check_type(data: object, *, only_run: bool = False) -> None:
 
 
 def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUIRED_COLUMNS) -> None:
-    """Raise an InstrumentError if a table is no DataFrame, has no rows, or lacks a needed column."""
+    """Raise an InstrumentError if a table is not a DataFrame, has no rows, or lacks a needed column."""
     if not isinstance(frame, pd.DataFrame):
         raise InstrumentError(f"this plot requires the {table} table, but a {type(frame).__name__} was given")
     if missing := [name for name in needed if name not in frame]:
