@@ -584,7 +584,7 @@ def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) ->
     made = make_reference([healthy / "0", str(healthy / "[12]")], out=tmp_path / "r.parquet")
     read = Reference.parse((tmp_path / "r.parquet").read_bytes())
     assert (read.digest, read.about) == (made.digest, {**made.about, "format": 1})
-    assert pd.read_parquet(tmp_path / "r.parquet")["statistic"].nunique() == 6
+    assert pd.read_parquet(tmp_path / "r.parquet")["statistic"].nunique() == 7
     random = np.random.default_rng(0)
     count = 500 * 10 * 20
     rows = pd.DataFrame(np.exp(random.normal(size=(count, 3)) * 3), columns=["low", "high", "spread"])
