@@ -5,7 +5,8 @@ them. Both take a run with recorded tensors and return a DataFrame. `class_activ
 `attribute` returns the contributions of layers, positions or heads to an output, for a run or a model.
 """
 
-from .attribution import Attribution, attribute
+from .attribution import attribute
+from .attribution_result import Attribution
 from .class_activation import ClassActivation, class_activation_map
 from .layer_comparison import layer_similarity
 from .output_projection import logit_lens

@@ -18,7 +18,7 @@ from ..integrations.observe import call_model, errors_of_arguments
 from ..plan.shape_inference import without_side_effects
 from ..tasks.model_output import OutputUnit
 from ..values.nested import iter_tensors, map_tensors
-from .attribution import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, make_attribution, parts_of
+from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, make_attribution, parts_of
 
 Tensors = dict[Location, Tensor]
 

@@ -24,7 +24,7 @@ from ..plot.compare import METRICS, combine_runs
 from ..plot.look import Look, axis_name, current
 from ..plot.plot_function import plot
 from ..tables.statistics import STATISTICS
-from .attribution import Attribution
+from .attribution_result import Attribution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
