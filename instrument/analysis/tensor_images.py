@@ -71,7 +71,7 @@ def _samples(tensor: PlottedTensor, spec: Mapping[str, Any]) -> tuple[int, ...]:
     first = None if part is None else parse_slice(part)[0]
     if isinstance(first, int):
         return (range(tensor.source_shape[0])[first],)
-    known = recorded_positions(tensor.shape, tensor.source_shape, spec)
+    known = recorded_positions(tensor.shape, tensor.source_shape, spec) if spec else None
     return tuple(range(tensor.shape[0]) if known is None else known.tolist())
 
 

@@ -154,7 +154,7 @@ import sys
 from training_runs import failing_after
 from instrument.__main__ import main
 sys.argv = ["instrument", *{command!r}]
-with failing_after(2, "forward.forward_step"):
+with failing_after(2, "loop.forward_step"):
     main()
 """
     (tmp_path / "stopped.py").write_text(code)

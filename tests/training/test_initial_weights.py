@@ -205,7 +205,7 @@ def test_run_without_weights_is_reported(workdir: Path) -> None:
 @pytest.mark.slow
 def test_resumed_run_requires_the_same_weights(workdir: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, "weights.pt")
-    with failing_after(2, "forward.forward_step"), pytest.raises(RuntimeError, match="stopped here"):
+    with failing_after(2, "loop.forward_step"), pytest.raises(RuntimeError, match="stopped here"):
         train_here(workdir / "out", *RUN, "mode=forward", "init_from=weights.pt", "train.checkpoint.every=1")
     content = Path("weights.pt").read_bytes()
     torch.save({name: tensor + 1 for name, tensor in weights.items()}, "weights.pt")

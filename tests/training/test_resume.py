@@ -520,7 +520,7 @@ def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path) -> 
         "hooks": {"seen": {"layers": "1", "kind": "forward", "action": "record"}},
     }
     run_tiny("whole", **options)
-    run_until_failure(function="forward.forward_step", **options)
+    run_until_failure(function="loop.forward_step", **options)
     run_tiny("out", resume="out", **options)
     states = [Checkpoints(Path(name)).load()["probe"] for name in ("whole", "out")]
     assert [hook["expected"] for hook in states[0]["hooks"]] == [5]
