@@ -157,7 +157,7 @@ class Probe(OwnedByProcess):
             self.clock,
             self._on_schedule_change,
             is_sampled=self.budget is not None,
-            is_on=lambda hook, step: hook not in self._disabled and self._rule_actions.is_on(hook, step),
+            off_at=lambda step: self._disabled | self._rule_actions.off_at(step),
         )
         self._hooks = HookSet(
             plan, self.attached_hooks, optimizer, scaler, self.clock, self.event, steps_by_loop=steps_by_loop

@@ -327,34 +327,36 @@ class Recorder:
 
     def _write_rows(self, step: _Step) -> tuple[StatisticsRows | None, Sequence[SampleRows]]:
         """Pass rows of hooks and samples to the sink. Return the rows of statistics, and the samples of this step."""
-        further = step.further
-        fetched = further.transfer.read()
-        merged = () if step.merged is None else step.merged.fetch(step.stats.numbers)
-        step.stats.fetch()
-        step.effects.fetch()
-        if further.sums:
-            _read_sums(step)
-        stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
-        lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
+        further, stats, effects = step.further, step.stats, step.effects
         tables: defaultdict[str, list[Row]] = defaultdict(list)
-        for table, row, values, as_cells, decisions in further.measured:
-            if (numbers := _read(values, decisions, fetched)) is not None:
-                tables[table].append((*row, *as_cells(numbers)))
-        for table, row in merged:
-            tables[table].append(row)
-        for text, names, cells in lines:
-            if cells is not None:
-                self.print_line(line_of(text, names, cells))
-        stats_rows = StatisticsRows(self._stats, stats, tables) if len(stats) else None
+        samples: list[SampleRows] = []
+        fetched = further.transfer.read()
+        merged = () if step.merged is None else step.merged.fetch(stats.numbers)
+        stats.fetch()
+        effects.fetch()
+        if merged or further is not _NOTHING:
+            if further.sums:
+                _read_sums(step)
+            stats, effects = _complete(stats, fetched), _complete(effects, fetched)
+            lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
+            for table, row, values, as_cells, decisions in further.measured:
+                if (numbers := _read(values, decisions, fetched)) is not None:
+                    tables[table].append((*row, *as_cells(numbers)))
+            for table, row in merged:
+                tables[table].append(row)
+            for text, names, cells in lines:
+                if cells is not None:
+                    self.print_line(line_of(text, names, cells))
+        stats_rows = StatisticsRows(self._stats, stats, tables) if len(stats.keys) else None
         if stats_rows is not None:
             self.write("stats", stats_rows)
         for table, rows in tables.items():
             self.write(table, rows)
-        if len(effects):
+        if len(effects.keys):
             self.write("effects", EffectRows(self._effects, effects))
-        samples = [batch.rows(fetched) for batch in further.batches]
-        for batch_rows in samples:
-            self.write("samples", batch_rows)
+        for batch in further.batches:
+            samples.append(batch.rows(fetched))
+            self.write("samples", samples[-1])
         self._store_decided(further.tensors, fetched)
         for cells_of_metrics in further.deferred:
             self.write("metrics", [cells_of_metrics()])

@@ -169,9 +169,12 @@ class RuleActions:
         self._has_stopped: set[str] = set()  # rules that stopped the run before it was resumed
         self._switches: dict[str, tuple[bool, int | None]] = {}  # by hook: on, and the step after the last one
 
-    def is_on(self, hook: str, step: int) -> bool:
-        on, stop = self._switches.get(hook, (None, None))
-        return hook not in self._off if on is None or (stop is not None and step >= stop) else on
+    def off_at(self, step: int) -> frozenset[str]:
+        """Return the hooks that the rules turn off at a step."""
+        if not self._switches:
+            return self._off
+        valid = {hook: is_on for hook, (is_on, stop) in self._switches.items() if stop is None or step < stop}
+        return (self._off - valid.keys()).union(hook for hook, is_on in valid.items() if not is_on)
 
     @property
     def never_turned_on(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
 from ..actions.base import StepContext
@@ -24,7 +24,7 @@ class ScheduledHooks:
         on_change: Called after scheduled hooks have changed, with those that are not of checkpoints, and after the first
             compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
-        is_on: Returns whether a hook is turned on at a step: by the rules, and by changes of a running run.
+        off_at: Returns the hooks that are turned off at a step: by the rules, or by changes of a running run.
 
     Attributes:
         names: The names of the scheduled hooks, without those of checkpoints.
@@ -38,7 +38,7 @@ class ScheduledHooks:
         on_change: Callable[[list[AttachedHook]], None],
         *,
         is_sampled: bool,
-        is_on: Callable[[str, int], bool],
+        off_at: Callable[[int], Collection[str]],
     ) -> None:
         self.attached_hooks = attached_hooks
         self.specs = specs
@@ -51,7 +51,7 @@ class ScheduledHooks:
         self._operation_hooks = [attached for attached in attached_hooks if attached.frequency == "operation"]
         self._counted: list[AttachedHook] = []  # those that are scheduled
         self._is_sampled = is_sampled
-        self._is_on = is_on
+        self._off_at = off_at
         self._has_compiled = has_compiled()
         self._interrupted_micro_step = 0  # of the step that an evaluation interrupts
         self._interrupted = clock.moment  # the micro-step that a call in another phase interrupts
@@ -76,9 +76,9 @@ class ScheduledHooks:
             self._schedules = {name: spec.schedule for name, spec in self.specs.items()}
             # Without a budget, hooks are only sampled if a state with one was loaded.
             self._is_sampled |= max(map(_subsampling, self.attached_hooks), default=1) > 1
+        off = self._off_at(step)
         is_scheduled = {
-            name: schedule.includes(step, phase) and self._is_on(name, step)
-            for name, schedule in self._schedules.items()
+            name: schedule.includes(step, phase) and name not in off for name, schedule in self._schedules.items()
         }
         if not (changed or update_all or self._is_sampled) and is_scheduled == self._is_scheduled:
             return
@@ -128,7 +128,7 @@ class ScheduledHooks:
 
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
-        on_operations = [each for each in self._operation_hooks if each.has_opportunities]
+        on_operations = self._operation_hooks and [each for each in self._operation_hooks if each.has_opportunities]
         step, micro_step, epoch, phase = self.clock.moment
         if phase == "rollout" and not self.has_opportunities:
             for attached in self._counted:

@@ -60,7 +60,7 @@ class Layout:
         names: For each row, the requested statistics.
         scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
-        moment_columns: The columns of the latest moment that all rows have, and their values.
+        moment: The values of the latest moment that all rows have, and their columns.
         shapes: The column of the latest shapes, and what it depends on.
     """
 
@@ -68,7 +68,7 @@ class Layout:
     names: list[tuple[str, ...]]
     scaled: list[int]
     merged_slots: Keys | None = None
-    moment_columns: list[tuple[Any, Column]] = field(default_factory=lambda: [(None, ())] * _MOMENT)
+    moment: tuple[list[Any], list[Column]] = field(default_factory=lambda: ([None] * _MOMENT, [()] * _MOMENT))
     shapes: tuple[bytes, Column] = b"", ()
 
     @cached_property
@@ -319,15 +319,18 @@ class StepSlab:
             others, self._others = self._others, {}
             scale, self._scale = self._latest_scale, None
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
-            device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
-            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + rows_elsewhere)
+            device_rows: list[DeviceRows] = []
+            if self._buffers or launch_devices:
+                device_rows += (DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers))
+                self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + rows_elsewhere)
+                device_rows = [each for each in device_rows if len(each.rows)]
         return Taken(
             np.frombuffer(numbers).reshape(-1, self._width),
             table,
             np.frombuffer(dims, np.int64),
             moments,
             others,
-            [each for each in device_rows if len(each.rows)],
+            device_rows,
             None if scale is None else HostCopy(scale[2]),
         )
 
@@ -366,6 +369,7 @@ class SlabRows(StepColumns):
         self.sites = self.layout.sites
         first = taken.moments[0]
         self.moment = first if taken.moments.count(first) == len(taken.moments) else None
+        self._count = len(taken.keys)
 
     @property
     def latest(self) -> tuple[int, str]:
@@ -373,25 +377,24 @@ class SlabRows(StepColumns):
         return moment.step, moment.phase
 
     def __len__(self) -> int:
-        return len(self.taken)
+        return self._count
 
     @abstractmethod
     def number_columns(self) -> Sequence[Column]:
         """Return the columns after the identity."""
 
     def columns(self) -> list[Column]:
-        return [*self._moment_columns(len(self)), *self.layout.identity, *self.number_columns()]
+        return [*self._moment_columns(), *self.layout.identity, *self.number_columns()]
 
-    def _moment_columns(self, count: int) -> Iterator[Column]:
+    def _moment_columns(self) -> list[Column]:
         if self.moment is None:
-            yield from zip(*self.taken.moments_of_rows, strict=True)
-            return
-        known = self.layout.moment_columns
+            return [*zip(*self.taken.moments_of_rows, strict=True)]
+        values, columns = self.layout.moment
         for index, value in enumerate(self.moment):
-            if known[index][0] != value:  # otherwise, the message has these cells already
-                cells = (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value))
-                known[index] = value, cells
-            yield known[index][1]
+            if values[index] != value:  # otherwise, the message has these cells already
+                is_text, values[index] = isinstance(value, str), value
+                columns[index] = (value,) * len(self) if is_text else NumberColumn(np.array(value).repeat(len(self)))
+        return columns
 
 
 class StatisticsRows(SlabRows):
@@ -399,15 +402,24 @@ class StatisticsRows(SlabRows):
 
     Args:
         joined: The rows of the step in other tables, whose numbers are those of the same tensors. Default: none.
+
+    Attributes:
+        values: The requested built-in statistics, float64 [statistics, rows]; NaN for no value.
+        block: The same.
     """
+
+    block: NumberBlock
 
     def __init__(self, slab: StepSlab, taken: Taken, joined: Mapping[str, Sequence[Row]] | None = None) -> None:
         super().__init__("stats", slab, taken)
         self._joined = joined or {}
+        self.values = self._statistics()
+        nulls, built_in = np.isnan(self.values), self.layout.built_in
+        exact = {built_in.index(_FINGERPRINT): Sums(taken.numbers).bits} if _FINGERPRINT in built_in else {}
+        self.block = NumberBlock(self.values, nulls if nulls.any() else None, exact)
 
-    @cached_property
-    def values(self) -> Matrix:
-        """The requested built-in statistics, float64 [statistics, rows]; NaN for no value."""
+    def _statistics(self) -> Matrix:
+        """Return the requested built-in statistics. The registered ones become the additional part of their rows."""
         requested, built_in = self.layout.requested, len(self.layout.built_in)
         if self.layout.scaled:
             self._divide_by_scale()
@@ -443,7 +455,6 @@ class StatisticsRows(SlabRows):
         if name in _STATISTIC:
             at, built_in = _STATISTIC[name], self.layout.built_in
             return self.values[built_in.index(at)] if at in built_in else np.full(len(self), np.nan)
-        _ = self.values  # adds the registered statistics to the others
         values = np.full(len(self), np.nan)
         for row, custom in self.taken.others.items():
             value = custom.get(name)
@@ -467,15 +478,7 @@ class StatisticsRows(SlabRows):
             if "fingerprint" in names and moment.phase == "train" and is_replica:
                 yield RecordedFingerprint(moment.step, layer, kind, role, path, site[1:-1], value)
 
-    @cached_property
-    def block(self) -> NumberBlock:  # type: ignore[override]
-        """The requested built-in statistics."""
-        nulls, built_in = np.isnan(self.values), self.layout.built_in
-        exact = {built_in.index(_FINGERPRINT): Sums(self.taken.numbers).bits} if _FINGERPRINT in built_in else {}
-        return NumberBlock(self.values, nulls if np.count_nonzero(nulls) else None, exact)
-
     def number_columns(self) -> Sequence[Column]:
-        _ = self.values  # adds the registered statistics to the others
         others = self.taken.others
         custom = tuple(map(others.get, range(len(self)))) if others else self.layout.no_values[-1]
         ranks, dims = self.taken.keys[:, 2], self.taken.dims
@@ -491,21 +494,19 @@ def _effect_columns(numel: Any, changed: Any, before: Any, after: Any, factor: A
 
 
 class EffectRows(SlabRows):
-    """Rows of the table `effects`."""
+    """Rows of the table `effects`. `block` has all numbers but `held`."""
+
+    block: NumberBlock
 
     def __init__(self, slab: StepSlab, taken: Taken) -> None:
         super().__init__("effects", slab, taken)
-
-    @cached_property
-    def block(self) -> NumberBlock:  # type: ignore[override]
-        """All numbers but `held`."""
-        held = self.taken.numbers[:, -1]
-        columns = computed(_effect_columns, self.taken.numbers)
+        self._held = taken.numbers[:, -1]
+        columns = computed(_effect_columns, taken.numbers)
         nulls = np.isnan(columns)
-        for row in self.taken.others:
-            nulls[-1, row] = held[row] == 0
-        return NumberBlock(columns, nulls if np.count_nonzero(nulls) else None, {})
+        for row in taken.others:
+            nulls[-1, row] = self._held[row] == 0
+        self._columns = [*range(len(columns))]
+        self.block = NumberBlock(columns, nulls if nulls.any() else None, {})
 
     def number_columns(self) -> Sequence[Column]:
-        held = self.taken.numbers[:, -1]
-        return [*range(len(self.block.values)), NumberColumn(held, np.isnan(held))]
+        return [*self._columns, NumberColumn(self._held, np.isnan(self._held))]

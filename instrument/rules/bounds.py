@@ -147,7 +147,8 @@ class StepBounds:
         if bounds is None:
             return False
         value = _values(rows).get(bounds.name)
-        if value is not None and not bounds.low <= value <= bounds.high:
+        # Rows of relations of one step say nothing about the next one: a relation has one row for each location.
+        if value is not None and not bounds.low <= value <= bounds.high and bounds.name != RELATIONS:
             return False
         low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
         self._metrics[bounds.name] = max(low, float(bounds.low)), min(high, float(bounds.high))

@@ -24,7 +24,7 @@ PREFIX_BYTES = 8  # FFFFFFFF and the size of the metadata, at the start of a mes
 CHECKS_BYTES = 24  # of the checksums of a journal
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NumberColumn:
     """A column of numbers or booleans.
 
@@ -42,7 +42,7 @@ class NumberColumn:
         return filled.astype(dtype.to_pandas_dtype())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ListColumn:
     """A column of lists of integers.
 
@@ -55,7 +55,7 @@ class ListColumn:
     values: Numbers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NumberBlock:
     """Columns of int64 or float64 numbers, which are written together.
 
