@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..actions.intervention import describe
-from ..config.base import HookBase
+from ..config.base import HookBase, ObservationSpec
 from ..errors import HookError
 from ..plan.attention_weights import attention_of
 from ..plan.function_calls import (
@@ -111,6 +111,7 @@ class HookedFunctions(FunctionMode):
         )
         super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode, *sharding_hooks()))
         self._clock = clock
+        self._has_interventions = not all(isinstance(spec, ObservationSpec) for spec in specs)
 
     def run(
         self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -120,11 +121,13 @@ class HookedFunctions(FunctionMode):
             return function(*args, **kwargs)
         by_role = self._acting(owners)
         inputs, outputs, gradients = by_role.get("input", ()), by_role.get("output", ()), by_role.get("grad_output", ())
-        changing = [owner for owner in (*inputs, *outputs) if not owner.observer.is_record_hook]
+        changing = []
+        if self._has_interventions:
+            changing = [owner for owner in (*inputs, *outputs) if not owner.observer.is_record_hook]
         if changing:
             _check_segment(changing[0])
         written = written_tensor(function, name, args, kwargs) if changing or gradients else None
-        target = written if any(_selects_argument(owner, args, kwargs) for owner in changing) else None
+        target = written if changing and any(_selects_argument(owner, args, kwargs) for owner in changing) else None
         if target is not None:
             args = (_copy_of(target), *args[1:])
         if inputs:
@@ -247,6 +250,7 @@ class FunctionHooks(SuspendableModuleHooks):
         self.threads = threads
         self.leaf_hooks = LeafHooks(self.clock)
         self.scheduled: dict[str, AttachedHook] = {}
+        self._acts_in_all_calls = True
 
     def attach(self) -> None:
         enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
@@ -256,6 +260,7 @@ class FunctionHooks(SuspendableModuleHooks):
 
     def refresh(self) -> None:
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
+        self._acts_in_all_calls = all(each.calls is None for each in self.scheduled.values())
         super().refresh()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
@@ -272,7 +277,9 @@ class FunctionHooks(SuspendableModuleHooks):
             frame, _ = module_frame()
             if frame is not None:
                 call = self.calls.enter(self, args)
-                acting = {name: each for name, each in self.scheduled.items() if each.acts_in(call.index)}
+                acting = self.scheduled
+                if not self._acts_in_all_calls:
+                    acting = {name: each for name, each in acting.items() if each.acts_in(call.index)}
                 self.threads.mode.enter(HookedModule(frame, acting, call=call, leaf_hooks=self.leaf_hooks))
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002

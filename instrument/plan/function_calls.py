@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
@@ -169,8 +170,7 @@ class FunctionMode(TorchFunctionMode):
         while self.running and not _is_running(self.running[-1].frame, sys._getframe()):
             self._end_last()
         self._is_compiled_code.update(compiler_entries())
-        is_active = any(mode is self for mode in _get_current_function_mode_stack())
-        running.has_switched_mode = is_active == running.is_paused
+        running.has_switched_mode = self._is_active() == running.is_paused
         if running.has_switched_mode:
             self._switch(activate=not running.is_paused)
         self.running.append(running)
@@ -187,15 +187,17 @@ class FunctionMode(TorchFunctionMode):
 
     def leave(self, frame: FrameType | None, *, is_paused: bool = False) -> RunningModule | None:
         """End the call, or the pause, of the module that runs in a frame. Return None if its start was not seen."""
-        ended = next((each for each in self.running if each.frame is frame and each.is_paused is is_paused), None)
-        while ended is not None and self._end_last() is not ended:
-            pass
-        return ended
+        for ended in reversed(self.running):
+            if ended.frame is frame and ended.is_paused is is_paused:
+                while self._end_last() is not ended:
+                    pass
+                return ended
+        return None
 
     def leave_all(self) -> None:
         while self.running:
             self._end_last()
-        if any(mode is self for mode in _get_current_function_mode_stack()):  # an interrupt ended `enter` half-way
+        if self._is_active():  # an interrupt ended `enter` half-way
             self._switch(activate=False)
 
     def _end_last(self) -> RunningModule:
@@ -204,12 +206,18 @@ class FunctionMode(TorchFunctionMode):
             self._switch(activate=running.is_paused)
         return running
 
+    def _is_active(self) -> bool:
+        """Whether the mode is in PyTorch's stack."""
+        if not (depth := _len_torch_function_stack()):
+            return False
+        return _get_function_stack_at(depth - 1) is self or self in _get_current_function_mode_stack()
+
     def _switch(self, *, activate: bool) -> None:
         """Add the mode to PyTorch's stack, or remove it and keep those that were activated after it."""
         if activate:
             _push_mode(self)
             return
-        if all(mode is not self for mode in _get_current_function_mode_stack()):
+        if not self._is_active():
             # After an interrupt, the end of a `with` block of another mode removed this one instead of its own.
             if _get_current_function_mode_stack():
                 _pop_mode()
