@@ -17,11 +17,6 @@ from .builtin.scale import ScaleSpec
 _EXACT = (torch.float32, torch.float64)  # dtypes in which products with numbers are computed
 
 
-def scale(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """Multiply a tensor by `factor`, a number or a scalar of the same dtype. Shape and dtype are kept."""
-    return tensor * factor
-
-
 def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor:
     """Multiply each index of dimension `dim` by its factor. Shape and dtype are kept.
 
@@ -85,17 +80,11 @@ class Scale:
         if self.spec.reverse:
             return _Reverse.apply(tensor, number), -number
         if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
-            return scale(tensor, self._constant_of(number, tensor.dtype)), number
-        return scale(tensor, number), number
-
-    def _constant_of(self, factor: float, dtype: torch.dtype) -> Tensor:
-        """Return a factor as a tensor. The product and its gradient have the same bits, and take half the time.
-
-        `instrument.control` may change the factor during a run.
-        """
-        known, constant = self._constant
-        if known is not factor or constant.dtype != dtype:
-            with torch.inference_mode(False):
-                constant = torch.tensor(factor, dtype=dtype, device="cpu")
-            self._constant = factor, constant
-        return constant
+            # As a tensor: the product and its gradient have the same bits, and take half the time.
+            known, constant = self._constant
+            if known is not factor or constant.dtype != tensor.dtype:  # `instrument.control` may change the factor
+                with torch.inference_mode(False):
+                    constant = torch.tensor(factor, dtype=tensor.dtype, device="cpu")
+                self._constant = factor, constant
+            return tensor * constant, number
+        return tensor * number, number
