@@ -29,7 +29,7 @@ from ..tables.statistics import (
     TOKEN_COSINES,
     Sum,
 )
-from ..values.dtensor import complete_along
+from ..values.dtensor import complete_along, local_shard
 from ..values.sparse import is_sparse
 from .base import Context, Number, StepContext
 from .measurement import strided_or_sparse
@@ -188,7 +188,7 @@ def _squares(gradient: Tensor, scale: Tensor | None) -> float | Tensor:
     """Return the squared norm of a gradient, divided by the factor of a gradient scaler. A tensor on a device stays there."""
     if is_sparse(gradient):
         return math.nan
-    real = _real(gradient)
+    real = _real(local_shard(gradient))
     squares = _dot(real, real)
     unscaled: float | Tensor = squares if scale is None else squares / scale.to(squares.device, squares.dtype).square()
     return float(unscaled) if is_on_host(gradient) else unscaled

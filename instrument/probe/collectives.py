@@ -41,6 +41,7 @@ class Piece(NamedTuple):
         part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None
             for those of a tensor that this process has not seen.
         gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `agree`.
+        order: Sorts the rows of `stats` in the order in which hooks fired; the rows of the slab have their indices.
     """
 
     table: str
@@ -48,6 +49,7 @@ class Piece(NamedTuple):
     shape: Any
     part: Sequence[float] | Tensor | Measured | None
     gathered: Any
+    order: float = 0
 
     @property
     def device(self) -> torch.device | None:

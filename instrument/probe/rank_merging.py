@@ -35,11 +35,15 @@ _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which
 
 @dataclass
 class MergedRow:
-    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`. Numbers are set on the host."""
+    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`. Numbers are set on the host.
+
+    `order` is that of its `Piece`.
+    """
 
     table: str
     identity: Row
     names: tuple[str, ...]
+    order: float
     values: Array | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
 
@@ -99,6 +103,16 @@ class MergedRows:
                 others.append((piece.table, (*identity, *piece.shape.merged(own))))
         return iter(others)
 
+    def order(self, count: int) -> Keys:
+        """Return the indices of the `count` rows of the table `stats` in the order in which hooks fired.
+
+        The last rows are the merged ones, those of the block at the end. They come first: other rows are mostly those of parameters.
+        """
+        merged = [row.order for row in self.rows if row.table == "stats"]
+        block = range(0 if self.block is None else len(self.block))
+        own = [math.inf] * (count - len(merged) - len(block))
+        return np.argsort([*own, *merged, *block], kind="stable")
+
 
 @dataclass
 class Block:
@@ -138,7 +152,7 @@ class Block:
             parts.update(zip(rows.tolist(), numbers, strict=True))
         rows_of_layout = zip(self.taken.moments_of_rows, self.layout.sites, self.layout.names, strict=True)
         return [
-            Piece("stats", (*moment, *site[1:]), (names, 0, 0), parts[row], _NOTHING)
+            Piece("stats", (*moment, *site[1:]), (names, 0, 0), parts[row], _NOTHING, row)
             for row, (moment, site, names) in enumerate(rows_of_layout)
         ]
 
@@ -229,13 +243,15 @@ def identity_without_rank(context: Context) -> Row:
     return row[:_RANK_AT] + row[_RANK_AT + 1 :]
 
 
-def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> Piece:
+def statistics_piece(
+    context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None, order: float
+) -> Piece:
     """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
     integers = _NOTHING if part.exact_extremes is None else part.exact_extremes
     units = _NOTHING if dead is None else pack_units(dead)
     gathered = torch.cat([each for each in (integers, units) if len(each)] or [_NOTHING])
     shape = names, 0 if dead is None else len(dead), len(integers)
-    return Piece("stats", identity_without_rank(context), shape, part, gathered)
+    return Piece("stats", identity_without_rank(context), shape, part, gathered, order)
 
 
 def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:
@@ -369,7 +385,7 @@ def merge(
         for key in (piece.key for piece in pieces)
     ]
     rows = [
-        MergedRow(piece.table, identity, piece.shape[0] if piece.table == "stats" else ())
+        MergedRow(piece.table, identity, piece.shape[0] if piece.table == "stats" else (), piece.order)
         for piece, identity in zip(pieces, identities, strict=True)
         if piece.table in ("stats", "effects")
     ]

@@ -112,7 +112,8 @@ class Recorder:
         return None if device.type == "cpu" else self._memory.row(device)
 
     def add_part(self, context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> None:
-        self._merger.add(statistics_piece(context, names, part, dead), context)
+        order = len(self._merged_stats) - 0.5  # after the rows of the slab so far
+        self._merger.add(statistics_piece(context, names, part, dead, order), context)
 
     def add_stats(
         self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], measured: Measured, custom: Numbers
@@ -338,6 +339,8 @@ class Recorder:
             if further.sums:
                 _read_sums(step)
             stats, effects = _complete(stats, fetched), _complete(effects, fetched)
+            if step.merged is not None:
+                stats = stats.ordered(step.merged.order(len(stats)))
             lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
             for table, row, values, as_cells, decisions in further.measured:
                 if (numbers := _read(values, decisions, fetched)) is not None:

@@ -219,6 +219,12 @@ class Taken:
         numbers = np.concatenate([self.numbers, merged.numbers])
         return replace(self, numbers=numbers, keys=keys, moments=[*self.moments, *merged.moments])
 
+    def ordered(self, order: Keys) -> Taken:
+        """Return the rows in another order, in which those that are not merged keep theirs."""
+        index = {row: at for at, row in enumerate(order.tolist())}
+        others = {index[row]: other for row, other in self.others.items()}
+        return replace(self, numbers=self.numbers[order], keys=self.keys[order], others=others, device_rows=[])
+
     def without(self, left_out: Sequence[int]) -> Taken:
         is_kept = np.ones(len(self), np.bool_)
         is_kept[left_out] = False

@@ -76,13 +76,6 @@ class _Deferred(AbstractContextManager[None]):
             _handle(self._received, self._handlers)
 
 
-def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """Return the interrupt that caused an error or during whose handling it was raised; None without one."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return error
-
-
 def _restore(handlers: Handlers) -> None:
     for number, handler in handlers.items():
         _signal.signal(number, handler)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
 from ..fields.pip_extras import DISTRIBUTION, installed_version
-from ..runtime.deferred_interrupts import interrupt_behind, uninterrupted
+from ..runtime.deferred_interrupts import uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import REMOTE_KEY, check_is_local
@@ -240,7 +240,7 @@ class RunFolder:
             reason = stop_reason()
             self.finish("done" if reason is None else "stopped", reason)
         except BaseException as error:
-            if interrupt := interrupt_behind(error):  # code that an interrupt ends may raise its own error
+            if interrupt := _interrupt_behind(error):  # code that an interrupt ends may raise its own error
                 self.finish("interrupted", error)
                 raise interrupt  # noqa: B904 - its context is the error
             # A signal has prevented the end of the block, or the block is in a generator that is closed before its end.
@@ -382,7 +382,7 @@ class WorkerRunFolder:
                 reason = stop_reason()
                 end_if_running(self.path, **final_entries("done" if reason is None else "stopped", reason))
         except BaseException as error:
-            status: Status = "interrupted" if interrupt_behind(error) else "failed"
+            status: Status = "interrupted" if _interrupt_behind(error) else "failed"
             if not self.is_shared and not has_started():
                 self._discard()
             elif not self.is_shared:
@@ -408,3 +408,13 @@ class WorkerRunFolder:
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         """Do nothing, because rank 0 writes the files."""
+
+
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that caused an error or during whose handling it was raised; None without one.
+
+    If another process failed, torchrun interrupts this one: the failure is the cause.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt | RankError):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error if isinstance(error, KeyboardInterrupt) else None

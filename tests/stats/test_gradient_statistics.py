@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from attached_runs import train_steps
 from hook_runs import record
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
 from instrument.actions.base import Context, StepContext
@@ -217,6 +221,26 @@ def test_noise_of_one_gradient_in_each_of_several_processes(is_summed: bool) -> 
     noise = parts.var(axis=0, ddof=1).sum() / 4
     assert np.mean([each[NOISE] for each in found]) == pytest.approx(noise)
     assert np.mean([each[SIGNAL] for each in found]) == pytest.approx((parts.mean(axis=0) ** 2).sum() - noise)
+
+
+def test_noise_of_a_sharded_gradient_is_that_of_the_shard() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh, gradients = init_device_mesh("cpu", (2,)), torch.randn(2, 3, 4)
+        found = []
+        for is_sharded in (True, False):
+            micro = MicroGradients(1, is_summed=False)
+            for at, local in enumerate([*gradients, gradients.sum(dim=0)]):
+                size = {"shape": torch.Size((5, 4)), "stride": (4, 1)}  # the other process has two rows
+                gradient = DTensor.from_local(local, mesh, [Shard(0)], **size) if is_sharded else local
+                if at < 2:
+                    micro.add(gradient, StepContext(0, at, 0, "train"), None)
+                else:
+                    micro.accumulate(gradient, None)
+            found.append(micro.estimates(gradients.sum(dim=0), 0))
+    finally:
+        dist.destroy_process_group()
+    assert found[0] == found[1]
 
 
 def test_merged_sums_of_shards_give_the_cosine_of_the_full_gradient() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from instrument import ConfigError
+from instrument.errors import RankError
 from instrument.storage import run_folder
 from instrument.storage.run_folder import DiscardedRunError, RunFolder, WorkerRunFolder, create_free_folder
 from instrument.storage.run_record import config_hash, git_revision
@@ -52,6 +53,14 @@ def test_discarded_run_leaves_only_the_previous_files(tmp_path: Path) -> None:
         raise DiscardedRunError
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     RunFolder(tmp_path, name="again").finish("done")
+
+
+def test_failure_of_another_process_ends_the_run_as_failed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, name="x")
+    interrupt = KeyboardInterrupt("SIGTERM of torchrun")
+    with pytest.raises(RankError, match="rank 1"), folder.recording(has_started=lambda: True):
+        raise RankError("rank 1 was killed", 1) from interrupt
+    assert read(tmp_path)["status"] == "failed"
 
 
 def test_writable_check_tolerates_a_concurrent_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,12 @@ def test_counts_and_extremes_are_exact(runs: Runs, variant: str) -> None:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("variant", MERGED)
+def test_merged_rows_have_the_order_of_a_single_process(runs: Runs, variant: str) -> None:
+    both = side_by_side(runs, variant, "stats", KEYS).sort_values("position")
+    assert both.groupby(["step", "phase"])["position_there"].is_monotonic_increasing.all()
+
+
+@pytest.mark.parametrize("variant", MERGED)
 def test_effects_and_metrics_equal_a_single_process(runs: Runs, variant: str) -> None:
     effects = side_by_side(runs, variant, "effects", KEYS)
     assert {"tame", "each", "quiet", "noisy", "damped", "halved", "rare"} == set(effects["hook"])
