@@ -328,28 +328,9 @@ class Recorder:
 
     def _write_rows(self, step: _Step) -> tuple[StatisticsRows | None, Sequence[SampleRows]]:
         """Pass rows of hooks and samples to the sink. Return the rows of statistics, and the samples of this step."""
-        further, stats, effects = step.further, step.stats, step.effects
-        tables: defaultdict[str, list[Row]] = defaultdict(list)
-        samples: list[SampleRows] = []
+        further = step.further
         fetched = further.transfer.read()
-        merged = () if step.merged is None else step.merged.fetch(stats.numbers)
-        stats.fetch()
-        effects.fetch()
-        if merged or further is not _NOTHING:
-            if further.sums:
-                _read_sums(step)
-            stats, effects = _complete(stats, fetched), _complete(effects, fetched)
-            if step.merged is not None:
-                stats = stats.ordered(step.merged.order(len(stats)))
-            lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
-            for table, row, values, as_cells, decisions in further.measured:
-                if (numbers := _read(values, decisions, fetched)) is not None:
-                    tables[table].append((*row, *as_cells(numbers)))
-            for table, row in merged:
-                tables[table].append(row)
-            for text, names, cells in lines:
-                if cells is not None:
-                    self.print_line(line_of(text, names, cells))
+        stats, effects, tables = self._completed(step, fetched)
         stats_rows = StatisticsRows(self._stats, stats, tables) if len(stats.keys) else None
         if stats_rows is not None:
             self.write("stats", stats_rows)
@@ -357,13 +338,40 @@ class Recorder:
             self.write(table, rows)
         if len(effects.keys):
             self.write("effects", EffectRows(self._effects, effects))
-        for batch in further.batches:
-            samples.append(batch.rows(fetched))
-            self.write("samples", samples[-1])
+        samples = [batch.rows(fetched) for batch in further.batches]
+        for batch_rows in samples:
+            self.write("samples", batch_rows)
         self._store_decided(further.tensors, fetched)
         for cells_of_metrics in further.deferred:
             self.write("metrics", [cells_of_metrics()])
         return stats_rows, samples
+
+    def _completed(
+        self, step: _Step, fetched: Iterator[list[float]]
+    ) -> tuple[Taken, Taken, Mapping[str, Sequence[Row]]]:
+        """Return the rows of statistics and of effects with all of their numbers, and those of other tables. Print the lines."""
+        further, stats, effects = step.further, step.stats, step.effects
+        tables: defaultdict[str, list[Row]] = defaultdict(list)
+        merged = () if step.merged is None else step.merged.fetch(stats.numbers)
+        stats.fetch()
+        effects.fetch()
+        if further is _NOTHING and step.merged is None:
+            return stats, effects, tables
+        if further.sums:
+            _read_sums(step)
+        stats, effects = _complete(stats, fetched), _complete(effects, fetched)
+        if step.merged is not None:
+            stats = stats.ordered(step.merged.order(len(stats)))
+        lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
+        for table, row, values, as_cells, decisions in further.measured:
+            if (numbers := _read(values, decisions, fetched)) is not None:
+                tables[table].append((*row, *as_cells(numbers)))
+        for table, row in merged:
+            tables[table].append(row)
+        for text, names, cells in lines:
+            if cells is not None:
+                self.print_line(line_of(text, names, cells))
+        return stats, effects, tables
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
         """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""

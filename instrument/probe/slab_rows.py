@@ -60,7 +60,7 @@ class Layout:
         names: For each row, the requested statistics.
         scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
-        moment: The values of the latest moment that all rows have, and their columns.
+        moment, moment_columns: The values of the latest moment that all rows have, and their columns.
         shapes: The column of the latest shapes, and what it depends on.
     """
 
@@ -68,7 +68,8 @@ class Layout:
     names: list[tuple[str, ...]]
     scaled: list[int]
     merged_slots: Keys | None = None
-    moment: tuple[list[Any], list[Column]] = field(default_factory=lambda: ([None] * _MOMENT, [()] * _MOMENT))
+    moment: list[Any] = field(default_factory=lambda: [None] * _MOMENT)
+    moment_columns: list[Column] = field(default_factory=lambda: [()] * _MOMENT)
     shapes: tuple[bytes, Column] = b"", ()
 
     @cached_property
@@ -395,7 +396,7 @@ class SlabRows(StepColumns):
     def _moment_columns(self) -> list[Column]:
         if self.moment is None:
             return [*zip(*self.taken.moments_of_rows, strict=True)]
-        values, columns = self.layout.moment
+        values, columns = self.layout.moment, self.layout.moment_columns
         for index, value in enumerate(self.moment):
             if values[index] != value:  # otherwise, the message has these cells already
                 is_text, values[index] = isinstance(value, str), value
