@@ -301,8 +301,10 @@ def find_contributions(
         views: The contributions to inputs that are views, by the edge of the base tensor.
         since: The smallest sequence number of nodes that were created while the module ran.
     """
-    waiting = [edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad]
-    visited = set(waiting)
+    visited = {
+        edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad
+    }  # several outputs may be those of one node
+    waiting = [*visited]
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() < since:
