@@ -111,10 +111,13 @@ class GraphHooks:
         self.token = new_token(self)
         self._places = places = Places.of(attached_hooks)
         self._stages: list[list[AttachedHook]] = []
-        self._every = [self._stages_of(place) for place in places[:-2]]
-        self._first_gradient_stage = sum(map(len, self._every[:3]))
+        stages = [self._stages_of(place) for place in places[:-2]]
+        self.pre, self.forward_input, self.output, self.output_gradients, self.contributions = stages
+        self.replaces_inputs = bool(self.contributions) or any(stage.changes for stage in self.pre)
+        self._first_gradient_stage = sum(map(len, stages[:3]))
         module = attached_hooks[0].site.layer.module
         of_torch = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+        self._acts_before = bool(self.pre or self.contributions)
         self._is_simple_module = of_torch and not module._modules
         self.refresh()
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
@@ -132,20 +135,10 @@ class GraphHooks:
         return tuple(stages)
 
     def refresh(self) -> None:
-        """Determine what is traced: the hooks that change nothing, and the scheduled interventions, which return new tensors."""
-        traced = [
-            tuple(
-                stage
-                for stage in stages
-                if not stage.changes or any(each.is_scheduled for each in self._stages[stage.number])
-            )
-            for stages in self._every
-        ]
-        self.pre, self.forward_input, self.output, self.output_gradients, self.contributions = traced
-        self.replaces_inputs = bool(self.contributions) or any(stage.changes for stage in self.pre)
+        """Update after the schedule has changed, or other hook groups of the module were added."""
         self.refusal = export_refusal([attached for stage in self._stages for attached in stage] + self._places.totals)
         # One operator then stands for the complete call. A module that may call itself needs both: the outer call has the first index.
-        self.needs_begin = bool(self.pre or self.contributions) or self.calls.is_shared or not self._is_simple_module
+        self.needs_begin = self._acts_before or self.calls.is_shared or not self._is_simple_module
 
     def _needs_begin(self, module: nn.Module) -> bool:
         """Return whether a call has an operator for its start, in traced code. Hooks of other code may call the module again."""

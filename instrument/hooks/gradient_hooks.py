@@ -38,10 +38,15 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class TensorGradientHook:
-    """A gradient hook on a tensor. For a view, also one on its base, in case the view is modified in place."""
+    """A gradient hook on a tensor. For a view, also one on its base, in case the view is modified in place.
 
-    def __init__(self, tensor: Tensor, hook: Hook) -> None:
+    Args:
+        is_active: Whether it acts from now on. Default: True. Otherwise, it acts after `finish_registration`.
+    """
+
+    def __init__(self, tensor: Tensor, hook: Hook, *, is_active: bool = True) -> None:
         self.hook = hook
+        self.is_active = is_active
         self.base = ViewBase.of(tensor)
         self.detached: Tensor | None = tensor.detach()  # shares the version counter, but not the graph
         self.version = tensor._version
@@ -50,6 +55,7 @@ class TensorGradientHook:
 
     def finish_registration(self, is_private: bool = False) -> None:
         """Decide whether a hook on the base is required: not if no other code can modify the tensor from now on (`is_private`)."""
+        self.is_active = True
         base, self.base = self.base, None  # it refers to the graph, and must not be kept
         if base is None or (is_private and not self.is_modified):
             self.detached = None
@@ -63,7 +69,7 @@ class TensorGradientHook:
 
     def on_gradient(self, gradient: Tensor | None) -> Tensor | None:
         """The hook on the tensor itself. The gradient is None if an operation has several outputs and this one is unused."""
-        if gradient is None:
+        if gradient is None or not self.is_active:
             return None
         self.passes.add(graph_task())
         return self.hook(gradient)
@@ -301,8 +307,10 @@ def find_contributions(
         views: The contributions to inputs that are views, by the edge of the base tensor.
         since: The smallest sequence number of nodes that were created while the module ran.
     """
-    waiting = [edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad]
-    visited = set(waiting)
+    visited = {
+        edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad
+    }  # several outputs may be those of one node
+    waiting = [*visited]
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() < since:

@@ -343,7 +343,8 @@ class InputGradients:
                 tensor.register_hook(hook)
             elif not read_only or in_place:  # an in-place module uses its input once
                 alias = contributions.alias(path, tensor)
-                pending.aliases.append((alias, TensorGradientHook(alias, hook)))
+                # A gradient that the module computes while it runs, such as a force, does not flow to the previous modules.
+                pending.aliases.append((alias, TensorGradientHook(alias, hook, is_active=False)))
             elif id(tensor) in contributions.separate:
                 repeated.setdefault(id(tensor), {})[path] = tensor, hook
             else:

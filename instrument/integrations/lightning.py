@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -44,13 +45,13 @@ class LightningCallback(TrainerCallbackBase, Callback):
     """
 
     _steps_done = 0
-    _loss: Tensor | None = None  # of the current step
+    _losses: Sequence[Tensor] = ()  # of the batches of the current step
     _validation_began = 0.0
     _validation_losses: Mapping[str, Tensor] = MappingProxyType({})  # of the latest validation that logged any
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks. Lightning has restored the step and the epoch by now."""
-        self._loss = None
+        self._losses = []
         self._steps_done = trainer.global_step  # of all optimizers together
         several = len(trainer.optimizers) > 1
         self._attach(
@@ -85,14 +86,15 @@ class LightningCallback(TrainerCallbackBase, Callback):
         """End the batch, and the step if an optimizer made a step in it."""
         self._watch.end_step()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if self._loss is not None and pl_module.automatic_optimization:
-            # Lightning has divided each by `accumulate_grad_batches`. A batch without one is skipped.
-            loss = self._loss + loss if isinstance(loss, Tensor) else self._loss
-        self._loss = loss if isinstance(loss, Tensor) else None
+        losses = [loss] if isinstance(loss, Tensor) else []
+        if pl_module.automatic_optimization:
+            # Lightning has divided each by `accumulate_grad_batches`. A step may have fewer batches, and some without a loss.
+            losses = [*self._losses, *(each * trainer.accumulate_grad_batches for each in losses)]
+        self._losses = losses
         if trainer.global_step != self._steps_done:
             self._steps_done = trainer.global_step
-            self.probe.end_step(loss=self._loss)
-            self._loss = None
+            self.probe.end_step(loss=torch.stack(losses).mean() if losses else None)
+            self._losses = []
             trainer.should_stop |= self.probe.should_stop
             if self.probe.should_checkpoint:
                 folder = Path(trainer.default_root_dir if self.out is None else self.out) / CHECKPOINTS

@@ -258,11 +258,17 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
 @pytest.mark.slow
 def test_schedules_switch_between_two_graphs() -> None:
     called = compiled(make("small"))
-    specs = {"often": record("forward", "*", every=2), "rarely": record("forward", "*", every=4)}
-    probe = run_steps(called, specs, lambda: called(torch.ones(4, WIDTH)), 9)
+    specs = {
+        "often": record("forward", "*", every=2),
+        "rarely": record("forward", "*", every=4),
+        "halved": scale("forward", 0.5, "0", every=4),
+        "doubled": scale("full_backward_pre", 2.0, "1", steps=[2]),
+    }
+    probe = run_steps(called, specs, lambda: called(torch.ones(4, WIDTH)).sum().backward(), 9)
     assert graphs() == 2
-    found = {name: sorted(set(rows.step)) for name, rows in probe.stats.groupby("hook")}
-    assert found == {"often": [0, 2, 4, 6, 8], "rarely": [0, 4, 8]}
+    rows = pd.concat([probe.stats, probe.effects])
+    found = {name: sorted(set(of_hook.step)) for name, of_hook in rows.groupby("hook")}
+    assert found == {"often": [0, 2, 4, 6, 8], "rarely": [0, 4, 8], "halved": [0, 4, 8], "doubled": [2]}
 
 
 @pytest.mark.slow

@@ -172,6 +172,17 @@ def test_grad_input_is_of_the_module_and_tensor_is_the_total() -> None:
         assert torch.equal(seen["total", layer], batch.grad)
 
 
+@pytest.mark.parametrize("split", [lambda x: x.chunk(2, -1), lambda x: torch.var_mean(x, -1)], ids=["views", "moments"])
+def test_grad_input_of_a_module_with_several_outputs_of_one_operation(split: Any) -> None:
+    total = lambda linear, split, x: sum(each.exp().sum() for each in split(linear(x)))  # noqa: E731
+    model = Calls(total, linear=nn.Linear(4, 4), split=Calls(split))
+    batch = torch.randn(2, 4)
+    _, probe = run_step(model, {"share": RECORDS["grad_input"]}, batch, loss=torch.sum)
+    given = model.linear(batch).detach().requires_grad_()
+    sum(each.exp().sum() for each in split(given)).backward()
+    torch.testing.assert_close(tensors_by(probe, "layer")["split"], given.grad)
+
+
 def returns_input(inner: nn.Module) -> nn.Module:
     """Return a model with a module that returns its input, which is also used next to it."""
 

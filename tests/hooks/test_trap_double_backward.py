@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hook_locations import GRADIENT_LOCATIONS, record_hooks
-from hook_runs import keep, scale
+from hook_runs import Calls, keep, run_step, scale
 from torch import Tensor, nn
 
 import instrument
@@ -141,6 +141,21 @@ def test_change_has_the_derivative_of_the_changed_function(kind: str, factor: fl
     (slope,) = torch.autograd.grad(baseline(x).sum(), x, create_graph=True)
     slope.square().sum().backward()
     assert not torch.allclose(baseline[0].weight.grad, model[0].weight.grad)
+
+
+def test_gradient_that_a_module_computes_in_its_forward_pass_is_unchanged() -> None:
+    """A force, the gradient of an energy, does not flow to the previous modules: as with PyTorch's hook, it is not `grad_input`."""
+
+    def force(energy: nn.Module, x: Tensor) -> Tensor:
+        return torch.autograd.grad(energy(x).sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Calls(force, energy=nn.Sequential(nn.Linear(4, 8), nn.Tanh())))
+    plain = copy.deepcopy(model)
+    plain[1].register_full_backward_hook(lambda module, inputs, outputs: (3 * inputs[0],))
+    run_step(model, {"h": scale("full_backward", 3.0, "1")}, points().detach(), loss=lambda out: out.square().sum())
+    plain(points().detach()).square().sum().backward()
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
 
 
 def test_autograd_grad_is_unchanged_and_fills_no_parameter() -> None:
