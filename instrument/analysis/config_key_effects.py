@@ -128,7 +128,11 @@ def effects_of(
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(Problem("confidence", "must be between 0 and 1", confidence))
-    _check_steps(steps)
+    is_pair = isinstance(steps, tuple | list) and len(steps) == 2
+    is_range = is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps)
+    if not is_range or (steps[1] is not None and (steps[0] or 0) >= steps[1]):
+        allowed = "(start, stop), half-open, such as (50, None)"
+        raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
     if run_matches.left_out:
@@ -159,16 +163,6 @@ def effects_of(
         "left_out": {run.names[index]: reason for index, reason in run_matches.left_out.items()},
     }
     return frame
-
-
-def _check_steps(steps: Any) -> None:
-    is_pair = isinstance(steps, tuple | list) and len(steps) == 2
-    if is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps):
-        start, stop = steps
-        if stop is None or (start or 0) < stop:
-            return
-    allowed = "(start, stop), half-open, such as (50, None)"
-    raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
 
 
 def _cells(values: list[Any]) -> pd.Series:

@@ -211,8 +211,7 @@ def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression |
 
 def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
-    frames = [*batches(run, "operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())]
-    rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
+    rows = run.read("operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())
     names = (
         rows["operator"]
         .astype(str)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from ..tables.schemas import AS_WRITTEN, ORDER, TABLES, Table
 from .checksums import add_checksums
 from .journal import SUFFIX, JournalReader
-from .journal_truncation_check import NAME, read_counts, truncation_problem
+from .journal_truncation_check import read_counts, truncation_problem
 from .row_batches import as_table, joined, with_positions
 
 JOURNALS, BLOCKS = "journal", "blocks"
@@ -43,6 +43,7 @@ ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
 _BLOCK = re.compile(r"block-(\d{4})-(\d{6,})\.raw")
+_PROCESS_FILE = re.compile(r"(rows|reserve)\.(\d{4})")
 _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
@@ -132,33 +133,23 @@ def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part]
     return dict(sorted(files.items()))
 
 
-def disk_reserve_file(folder: Path, rank: int) -> Path:
-    """Return the file that reserves disk space for a process, see `instrument.storage.parquet`."""
-    return folder / JOURNALS / f"reserve.{rank:04d}"
+def process_file(folder: Path, kind: Literal["rows", "reserve"], rank: int) -> Path:
+    """Return the row count file of a process, or the file that reserves disk space for it, see `instrument.storage.parquet`."""
+    return folder / JOURNALS / f"{kind}.{rank:04d}"
 
 
-def disk_reserve_files(folder: Path) -> list[Path]:
-    """Return the files that reserve disk space for all processes of a run."""
-    return list((folder / JOURNALS).glob("reserve.*"))
-
-
-def row_counts_of(folder: Path, rank: int) -> Path:
-    """Return the row count file of a process."""
-    return folder / JOURNALS / f"rows.{rank:04d}"
-
-
-def row_counts_in(folder: Path) -> dict[Path, int]:
-    """Return the row count files of all processes, each with its rank."""
-    names = {name: NAME.fullmatch(name) for name in names_in(folder / JOURNALS)}
-    return {folder / JOURNALS / name: int(match[1]) for name, match in names.items() if match}
+def process_files(folder: Path) -> list[tuple[Path, str, int]]:
+    """Return the files of `process_file` of all processes, each with its kind and its rank."""
+    matches = (match for match in map(_PROCESS_FILE.fullmatch, names_in(folder / JOURNALS)) if match)
+    return [(folder / JOURNALS / match[0], match[1], int(match[2])) for match in matches]
 
 
 def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]:
     """Return the minimum number of rows written to each journal, by table and part, and the damaged row count files."""
     counts: dict[tuple[str, Part], int] = {}
     damaged = []
-    for path, rank in row_counts_in(folder).items():
-        known = read_counts(path)
+    for path, kind, rank in process_files(folder):
+        known = read_counts(path) if kind == "rows" else {}
         if known is None:
             damaged.append(path)
         counts |= {(table, Part(rank, number)): rows for (table, number), rows in (known or {}).items()}
@@ -189,11 +180,9 @@ def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
     listed = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
-    known_files = {*listed.values(), *disk_reserve_files(folder)}
+    known_files = {*listed.values(), *(file for file, *_ in process_files(folder))}
     present = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
-    return sorted(
-        file for file in present if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
-    )
+    return sorted(file for file in present if not (file in known_files or file.suffix == ".tmp"))
 
 
 def read_journal(
@@ -239,7 +228,7 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     Raise an OSError if a merged part contains rows to keep and rows to remove.
     """
     # Removed first: as long as it exists, missing journals are reported.
-    row_counts_of(folder, rank).unlink(missing_ok=True)
+    process_file(folder, "rows", rank).unlink(missing_ok=True)
     for file in files_after(folder, rank, counts, OSError):
         file.unlink()
     for (_, part), file in journals_of(folder).items():
