@@ -37,8 +37,6 @@ OTHER_COLUMNS = "the columns differ from those of the table: the file is not rea
 ROW_GROUP_ROWS = 16_384
 TENSOR_ROW_GROUP_ROWS = 8_192  # the number of rows that are read to get one tensor
 LISTING_SIZE = 256  # the number of files that the system lists in one call
-# The number of batches that are combined into one, and the number of bytes of the last one.
-BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
@@ -211,7 +209,7 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             batches = (with_positions(table, *each) for each in reading.stacks())
-            for group in grouped(_combine_small(batches), max_rows, ROW_GROUP_BYTES):
+            for group in grouped(batches, max_rows, ROW_GROUP_BYTES):
                 rows = in_order(table, as_table(table, joined(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
@@ -266,24 +264,11 @@ def _sorted_by(rows: pa.Table, names: Iterable[str]) -> pa.Table:
     return rows.take(pc.sort_indices(pa.table(keys), [(name, "ascending") for name in keys]))
 
 
-def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows.
+def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[list[pa.RecordBatch]]:
+    """Group batches until a group has a number of rows or of bytes.
 
     Sizes are those of the buffers, including padding, because `nbytes` of a batch takes much longer to compute.
     """
-    small_batches: list[pa.RecordBatch] = []
-    for batch in batches:
-        small_batches.append(batch)
-        is_large = batch.num_rows > BATCHES_TO_COMBINE or batch.get_total_buffer_size() > MAX_SMALL_BATCH_BYTES
-        if is_large or len(small_batches) == BATCHES_TO_COMBINE:
-            yield from joined(small_batches).combine_chunks().to_batches()
-            small_batches = []
-    if small_batches:
-        yield from joined(small_batches).combine_chunks().to_batches()
-
-
-def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[list[pa.RecordBatch]]:
-    """Group batches until a group has a number of rows or of bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
