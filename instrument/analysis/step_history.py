@@ -161,7 +161,9 @@ class StepHistory:
         keys = np.array(sorted(self._column_of))
         order = np.array([self._column_of[key] for key in keys.tolist()])
         halves, starts = np.unique(keys // 2, return_index=True)
-        parts = [(row, how, empty) for row, how, (empty,) in zip(self._groups, MERGED, NO_STEPS, strict=True)]
+        parts: list[tuple[np.ndarray, np.ufunc, float]] = [
+            (row, how, empty) for row, how, (empty,) in zip(self._groups, MERGED, NO_STEPS, strict=True)
+        ]
         for values in self._values.values():
             parts += [(values.numbers, values.merge, values.empty), (values.counts, np.add, 0.0)]
         for cells, merge, empty in parts:
