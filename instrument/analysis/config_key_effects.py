@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
@@ -73,7 +73,16 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
         if last is not None:  # after the training, wherever the files have it
             selections.append(is_evaluation & (ds.field("step") == last))
     batches = (batch for chosen in selections for batch in run.scan(table, [*keys, *names], chosen))
-    return _means_of_batches(map(_with_nan, batches) if table == "stats" else batches, keys, names)
+    # Memory holds one batch, and one row per batch and location.
+    parts = [_sums(_with_nan(batch) if table == "stats" else batch, keys, names) for batch in batches]
+    if not parts:
+        return Means(names, [], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
+    ways = [(f"{name}_{way}", "sum") for name in names for way in ("sum", "count")]
+    sums = pa.concat_tables(parts).group_by(keys, use_threads=False).aggregate(ways)
+    counts = np.stack([sums[f"{name}_count_sum"].to_numpy() for name in names], axis=1)
+    totals = np.stack([sums[f"{name}_sum_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
+    locations = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
+    return Means(names, locations, totals / np.maximum(counts, 1), counts)
 
 
 def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
@@ -93,19 +102,6 @@ def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     columns |= {name: pc.if_else(lost, math.nan, batch[name]) for name in FINITE_STATISTICS}
     return pa.RecordBatch.from_pydict(columns)
-
-
-def _means_of_batches(batches: Iterable[pa.RecordBatch], keys: Sequence[str], names: tuple[str, ...]) -> Means:
-    """Return the means of all rows; memory holds one batch, and one row per batch and location."""
-    parts = [_sums(batch, keys, names) for batch in batches]
-    if not parts:
-        return Means(names, [], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
-    ways = [(f"{name}_{way}", "sum") for name in names for way in ("sum", "count")]
-    sums = pa.concat_tables(parts).group_by(list(keys), use_threads=False).aggregate(ways)
-    counts = np.stack([sums[f"{name}_count_sum"].to_numpy() for name in names], axis=1)
-    totals = np.stack([sums[f"{name}_sum_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
-    locations = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
-    return Means(names, locations, totals / np.maximum(counts, 1), counts)
 
 
 def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> pa.Table:
@@ -128,7 +124,11 @@ def effects_of(
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(Problem("confidence", "must be between 0 and 1", confidence))
-    _check_steps(steps)
+    is_pair = isinstance(steps, tuple | list) and len(steps) == 2
+    is_range = is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps)
+    if not is_range or (steps[1] is not None and (steps[0] or 0) >= steps[1]):
+        allowed = "(start, stop), half-open, such as (50, None)"
+        raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
     if run_matches.left_out:
@@ -159,16 +159,6 @@ def effects_of(
         "left_out": {run.names[index]: reason for index, reason in run_matches.left_out.items()},
     }
     return frame
-
-
-def _check_steps(steps: Any) -> None:
-    is_pair = isinstance(steps, tuple | list) and len(steps) == 2
-    if is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps):
-        start, stop = steps
-        if stop is None or (start or 0) < stop:
-            return
-    allowed = "(start, stop), half-open, such as (50, None)"
-    raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
 
 
 def _cells(values: list[Any]) -> pd.Series:

@@ -74,7 +74,8 @@ def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
 
 def _loss(run: RunTables) -> Iterator[Finding]:
     training = ds.field("phase") == "train"
-    steps, losses = _columns(run, "metrics", ["step", "loss"], training & ds.field("loss").is_valid())
+    rows = run.read("metrics", ["step", "loss"], training & ds.field("loss").is_valid())
+    steps, losses = rows["step"], rows["loss"].to_numpy()
     if not len(losses):
         return
     finite = np.isfinite(losses)
@@ -103,7 +104,8 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
         return
     training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
-    steps, norms = _columns(run, "metrics", ["step", "grad_norm"], training)
+    rows = run.read("metrics", ["step", "grad_norm"], training)
+    steps, norms = rows["step"], rows["grad_norm"].to_numpy()
     finite_norms = np.where(np.isfinite(norms), norms, -math.inf)
     if len(finite_norms) and finite_norms.max() > 0.0:
         at = int(finite_norms.argmax())
@@ -165,12 +167,6 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
         where = f"{locations}, {effect['firings']:,} firing{'s' if effect['firings'] > 1 else ''}{held} ({hook})"
         what = describe_action(specs[hook]) if hook in specs else "changed"
         yield Finding(what, where, None, f"{amount} changed{norm_text}", number=fraction, hook=str(hook))
-
-
-def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
-    batches = [*run.scan(table, columns, condition)]
-    rows = pa.Table.from_batches(batches) if batches else dict.fromkeys(columns, np.empty(0))
-    return [np.asarray(rows[name]) for name in columns]
 
 
 def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:

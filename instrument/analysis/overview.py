@@ -17,7 +17,7 @@ from ..formatting import format_number, shorten
 from ..rules.step_rows import location_name
 from ..tables.schemas import TABLES
 from .findings import findings
-from .plot_data import RecordedSeries, short_names, shown_first
+from .plot_data import RecordedSeries, short_names
 from .run_history import METRICS, RunHistory, history_of
 from .run_tables import RunTables
 from .step_history import StepHistory
@@ -99,11 +99,10 @@ def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row],
 
 def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationView]:
     """Yield the most useful statistic of each location of a series."""
-    usual = ("l2", "rms", "abs_max") if series.is_of_parameters or series.is_gradient else ("std", "rms", "mean")
     names = history.statistics
     if not names:
         return
-    statistic = shown_first(names, usual)
+    statistic = series.shown_first(names)
     groups = history.groups()
     values, last = history.values(statistic, groups), history.last(statistic)
     bad = np.zeros(values.shape, bool)

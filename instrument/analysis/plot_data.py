@@ -63,6 +63,12 @@ class RecordedSeries:
         """The counts of elements that are a problem. Infinite attention scores are masked keys."""
         return ("nan_count",) if self.role == "scores" else NON_FINITE_COUNTS
 
+    def shown_first(self, names: Sequence[str]) -> str:
+        """Return the statistic to show first: a usual one, or the first one that does not count elements; empty without any."""
+        usual = ("l2", "rms", "abs_max") if self.is_of_parameters or self.is_gradient else ("std", "rms", "mean")
+        measured = (name for name in names if name not in COUNTS)
+        return next((name for name in (*usual, *measured, *names) if name in names), "")
+
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of a table that belong to the series, without recomputed forward passes."""
         mask = ~frame["recompute"].astype(bool)
@@ -172,12 +178,6 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     numbers = [name for name in custom if pd.api.types.is_float_dtype(frame[name])]
     names = (name for name in (*ALL, *numbers) if name in frame and statistic_of(name).unit != "bits")
     return [name for name in names if frame[name].notna().any()]
-
-
-def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:
-    """Return the statistic to show first: the first usual one, or the first one that does not count elements."""
-    measured = (name for name in names if name not in COUNTS)
-    return next((name for name in (*usual, *measured) if name in names), names[0])
 
 
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:

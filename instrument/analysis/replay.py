@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, groupby
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from operator import itemgetter
 
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..storage.parts import journals_of, part_files
@@ -14,9 +15,7 @@ from ..storage.run_files import RunFiles
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
 
-MAX_DISPLACEMENT = 64
-"""Maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later."""
-
+BATCH_ROWS = 4_096  # that are converted to Python objects together
 Entry = tuple[int, str, Row]
 """A step, the name of a table, and a row of this table."""
 
@@ -24,7 +23,7 @@ Entry = tuple[int, str, Row]
 def replay(
     files: RunFiles, sink: Sink, *, tables: Sequence[str], since: int | None = None, rank: int | None = None
 ) -> None:
-    """Write the rows of some tables to a sink, step by step; only a few batches are in memory at a time.
+    """Write the rows of some tables to a sink, step by step. Except for metrics and events, a few batches are in memory at a time.
 
     Args:
         sink: The sink. It is not closed.
@@ -45,21 +44,13 @@ def replay(
 def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -> Iterator[Entry]:
     tests = [ds.field("rank") == rank] if rank is not None else []
     tests += [ds.field("step") >= since] if since is not None else []
-    rows = (
-        (row[0] or 0, table, row)
-        for batch in files.scan(table, TABLES[table].names, tests[0] & tests[-1] if tests else None)
-        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
-    )
-    return _sorted_nearly(rows) if table in ("metrics", "events") else rows
-
-
-def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Sort entries by step, keeping their order within a step; entries are displaced by at most `MAX_DISPLACEMENT`."""
-    heap: list[tuple[int, int, Entry]] = []
-    numbers = count()
-    for entry in entries:
-        heapq.heappush(heap, (entry[0], next(numbers), entry))
-        if len(heap) > MAX_DISPLACEMENT:
-            yield heapq.heappop(heap)[2]
-    while heap:
-        yield heapq.heappop(heap)[2]
+    names, condition = TABLES[table].names, tests[0] & tests[-1] if tests else None
+    # Rows of evaluations may precede a step's rows, which are copied from the GPU later.
+    if table in ("metrics", "events"):
+        unsorted = files.read(table, names, condition)
+        batches = unsorted.take(pc.sort_indices(unsorted["step"].fill_null(0))).to_batches(BATCH_ROWS)
+    else:
+        batches = files.scan(table, names, condition)
+    for batch in batches:
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            yield row[0] or 0, table, row

@@ -66,6 +66,21 @@ def _stored(columns: Sequence[str], custom: Sequence[str], *, has_remainders: bo
     return [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom or has_remainders else [])]
 
 
+def _frame_of(
+    files: RunFiles, table: str, columns: Sequence[str], custom: Sequence[str], condition: ds.Expression | None
+) -> pd.DataFrame:
+    """Return some columns of a table of one run, of which `custom` are custom ones."""
+    has_extremes = table == "stats" and not REMAINDERS.keys().isdisjoint(columns)
+    rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes), condition)
+    frame = to_frame(with_custom_columns(rows, custom).select(columns))
+    if has_extremes:
+        set_exact_integers(frame, rows)
+    if table == "stats" and SHAPE.name in frame:
+        shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]
+        frame[SHAPE.name] = pd.Series(shapes, dtype=object)
+    return frame
+
+
 class RunTables:
     """The tables and records of one run, or of several runs in one folder; see `instrument.Run`."""
 
@@ -129,6 +144,11 @@ class RunTables:
         """Return the names of the custom statistics or metrics that are further columns of a table."""
         return {"stats": lambda: self.custom_statistics, "metrics": lambda: self.custom_metrics}.get(table, tuple)()
 
+    def own_columns(self, table: str) -> list[str]:
+        """Return the columns of a table with the custom ones in place of the column that contains them."""
+        custom = self.custom_columns(table)
+        return [each for name in TABLES[table].schema.names for each in (custom if name == CUSTOM.name else [name])]
+
     def check_single(self, where: str = "run") -> None:
         """Raise a ConfigError for an argument with this name if there are several runs."""
         if len(self.folders) > 1:
@@ -183,12 +203,13 @@ class RunTables:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *TABLES})
 
-    def read(self, table: str, columns: list[str]) -> pd.DataFrame:
+    def read(self, table: str, columns: Sequence[str], condition: ds.Expression | None = None) -> pd.DataFrame:
         """Read some columns of a table of all runs; other columns are not read from disk.
 
         Args:
             table: Name of the table, such as `stats`.
             columns: Names of the columns of the table.
+            condition: As in `scan`.
 
         Returns:
             The rows of all runs, without the columns `run`, `seed` and the overrides.
@@ -199,14 +220,7 @@ class RunTables:
         """
         check_table(table)
         custom = self._custom(table, columns)
-        has_extremes = table == "stats" and not REMAINDERS.keys().isdisjoint(columns)
-        parts: list[pd.DataFrame] = []
-        for files in self.files:
-            rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes))
-            selected = (with_custom_columns(rows, custom) if custom else rows).select(columns)
-            parts.append(to_frame(selected))
-            if has_extremes:
-                set_exact_integers(parts[-1], rows)
+        parts = [_frame_of(files, table, columns, custom, condition) for files in self.files]
         return pd.concat(parts, ignore_index=True)
 
     def scan(
@@ -319,17 +333,13 @@ class RunTables:
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames, custom = [], self.custom_columns(table)
         for index, files in enumerate(self.files):
-            stored = files.read(table, condition=condition)
-            rows = with_custom_columns(stored, custom)
-            data = [*cells_of("data", rows.column("data"))] if table == "tensors" else None
-            frame = to_frame(rows if data is None else rows.drop_columns(["data", *Place._fields]))
-            if table == "stats":
-                set_exact_integers(frame, stored)
-                shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]
-                frame[SHAPE.name] = pd.Series(shapes, dtype=object)
-            if data is not None:
-                frame["data"] = pd.Series(data, dtype=object)
+            if table == "tensors":
+                rows = files.read(table, condition=condition)
+                frame = to_frame(rows.drop_columns(["data", *Place._fields]))
+                frame["data"] = pd.Series([*cells_of("data", rows.column("data"))], dtype=object)
                 frame = without_unknown_types(frame, files)
+            else:
+                frame = _frame_of(files, table, self.own_columns(table), custom, condition)
             if self.is_sweep:
                 add_overrides(frame, self.names[index], self.settings, index)
             frames.append(frame)

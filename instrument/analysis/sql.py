@@ -246,23 +246,17 @@ class _TableFiles(NamedTuple):
     unwritten: pa.Table
 
 
-def _own_columns(run: RunTables, table: str) -> list[str]:
-    """Return the columns of a table with the custom ones in place of the column that contains them."""
-    names, custom = TABLES[table].schema.names, run.custom_columns(table)
-    return [each for name in names for each in (custom if name == CUSTOM.name else [name])]
-
-
 def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
     """Return the additional columns of a table of a sweep: those in front of its own columns, and those after them."""
     if not run.is_sweep:
         return {}, {}
-    after = _columns_of_runs(run.settings, ["run", *_own_columns(run, table)])
+    after = _columns_of_runs(run.settings, ["run", *run.own_columns(table)])
     return {"run": pa.array(run.names, pa.string())}, after
 
 
 def _all_columns(run: RunTables, table: str) -> list[str]:
     before, after = _run_columns(run, table)
-    return [*before, *_own_columns(run, table), *after]
+    return [*before, *run.own_columns(table), *after]
 
 
 def _table_files(run: RunTables, table: str, *, with_data: bool) -> _TableFiles:

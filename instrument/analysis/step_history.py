@@ -53,13 +53,6 @@ class _Values:
         self.last = np.pad(self.last, (0, rows), constant_values=np.nan)
         self.last_step = np.pad(self.last_step, (0, rows), constant_values=-1)
 
-    def merge_columns(self, order: np.ndarray, starts: np.ndarray) -> None:
-        """Merge columns: those in `order` from each start to the next become one."""
-        for cells, merge, empty in ((self.numbers, self.merge, self.empty), (self.counts, np.add, 0.0)):
-            merged = merge.reduceat(cells[:, order], starts, axis=1)
-            cells[:] = empty
-            cells[:, : len(starts)] = merged
-
     def read(self, columns: np.ndarray) -> np.ndarray:
         """Return the values of some columns; NaN for missing ones."""
         numbers: np.ndarray = self.numbers[:, columns]
@@ -168,11 +161,15 @@ class StepHistory:
         keys = np.array(sorted(self._column_of))
         order = np.array([self._column_of[key] for key in keys.tolist()])
         halves, starts = np.unique(keys // 2, return_index=True)
+        parts: list[tuple[np.ndarray, np.ufunc, float]] = [
+            (row, how, empty) for row, how, (empty,) in zip(self._groups, MERGED, NO_STEPS, strict=True)
+        ]
         for values in self._values.values():
-            values.merge_columns(order, starts)
-        merged = [how.reduceat(row[order], starts) for how, row in zip(MERGED, self._groups, strict=True)]
-        self._groups[:] = NO_STEPS
-        self._groups[:, : len(starts)] = merged
+            parts += [(values.numbers, values.merge, values.empty), (values.counts, np.add, 0.0)]
+        for cells, merge, empty in parts:
+            merged = merge.reduceat(cells[..., order], starts, axis=-1)
+            cells[:] = empty
+            cells[..., : len(starts)] = merged
         self._column_of = {key: column for column, key in enumerate(halves.tolist())}
 
     def groups(self, since: int = -1) -> np.ndarray:

@@ -27,7 +27,7 @@ from ..formatting import shorten
 from ..rules.reference_ranges import GRAPH_PARTS, has_graph, setting_name
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
-from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded, renamed_layers
+from .alignment import LOCATION, in_execution_order, paired_hooks, paired_locations, recorded, renamed_layers
 from .operators import compare_operators, no_common_step
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
@@ -259,8 +259,8 @@ def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed",
 def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
     """Return the samples of a step in ascending order; empty if they were not recorded."""
     condition = (ds.field("step") == first.step) & (ds.field("phase") == first.phase)
-    rows = (batch.astype(str) for batch in batches(run, "samples", ["sample", "id"], condition))
-    return sorted(row for batch in rows for row in batch.itertuples(index=False, name=None))
+    rows = run.read("samples", ["sample", "id"], condition).astype(str)
+    return sorted(rows.itertuples(index=False, name=None))
 
 
 def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:

@@ -102,7 +102,7 @@ def compare_operators(
     Raises:
         ConfigError: The numbers of processes differ, and one of them recorded no operators in a step.
     """
-    seen = [pd.concat([pd.DataFrame(columns=["step", "dtype"]), *_dtypes(run, condition)]) for run in runs]
+    seen = [run.read("operators", ["step", "dtype"], condition).drop_duplicates() for run in runs]
     steps = tuple(sorted({*seen[0]["step"]} & {*seen[1]["step"]}))
     empty = pd.DataFrame(columns=["location", "min", "max", "abs_max"])
     one, other = (run_precision(run.info, empty, [*rows["dtype"]]) for run, rows in zip(runs, seen, strict=True))
@@ -190,14 +190,9 @@ def _relations(
     return table, first, first if is_above else None
 
 
-def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
-    for rows in batches(run, "operators", ["step", "dtype"], condition):
-        yield rows.drop_duplicates()
-
-
 def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression | None) -> Problem | None:
     """Return the problem that both runs recorded operators, but in no common step; None otherwise."""
-    one, other = ({step for rows in _dtypes(run, condition) for step in rows["step"]} for run in runs)
+    one, other = ({*run.read("operators", ["step"], condition)["step"].tolist()} for run in runs)
     if not one or not other or one & other:
         return None
     given = "; ".join(f"{name}: {shorten([*map(str, sorted(each))])}" for name, each in (("A", one), ("B", other)))
@@ -211,8 +206,7 @@ def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression |
 
 def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
-    frames = [*batches(run, "operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())]
-    rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
+    rows = run.read("operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())
     names = (
         rows["operator"]
         .astype(str)

@@ -17,10 +17,11 @@ from ..analysis.config_fields import canonical_json, to_yaml
 from ..analysis.config_key_effects import Means, averaged_columns, keys_of, means_of, student
 from ..analysis.load import Run
 from ..analysis.plot_data import check_choice
+from ..analysis.run_history import METRICS
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
 from ..plot.axes_and_scales import colours, draw_cells, finished, new_charts, plain, token_label, width_of
-from ..plot.compare import METRICS, combine_runs
+from ..plot.compare import combine_runs
 from ..plot.look import Look, axis_name, current
 from ..plot.plot_function import plot
 from ..tables.statistics import STATISTICS

@@ -24,11 +24,12 @@ from ..analysis.plot_data import (
     select_series,
     statistics_in,
 )
+from ..analysis.run_history import METRICS
 from ..analysis.run_tables import IN_MEMORY
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..storage.run_files import RunFiles
-from ..tables.schemas import MOMENT, TABLES
+from ..tables.schemas import TABLES
 from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
     LETTER,
@@ -58,9 +59,6 @@ DASHES = ("-", "--", ":", "-.")
 BAND = {"alpha": 0.2, "linewidth": 0.0}
 RATES = ("lr", "learning_rate")  # names of overrides whose axis is logarithmic
 FEW_VALUES = 8  # maximum number of values that all get a tick
-_FLOATS = [c for c in TABLES["metrics"].columns if c not in MOMENT and c.name != "skipped"]
-METRICS = {c.name: f"{c.name} [{c.unit}]" if c.unit in ("fraction", "s", "1/s") else c.name for c in _FLOATS}
-"""Axis labels of the numeric metrics, by name of the metric."""
 
 
 class Curves(NamedTuple):

@@ -14,7 +14,6 @@ from ..analysis.plot_data import (
     rank_in,
     row_locations,
     select_series,
-    shown_first,
     statistics_in,
 )
 from ..tables.statistics import statistic_of
@@ -76,8 +75,7 @@ def heatmap(
     stats = table_of(run, "stats")
     series = select_series(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
     rows = series.of(stats)
-    usual = "l2" if series.is_gradient or series.is_of_parameters else "std"
-    name = statistic or shown_first(statistics_in(rows), [usual])
+    name = statistic or series.shown_first(statistics_in(rows))
     counted = [count for count in series.problem_counts if count in rows]
     tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
     table = tables[name]

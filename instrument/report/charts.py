@@ -103,6 +103,7 @@ def _labels(history: RunHistory, series: RecordedSeries, each: StepHistory) -> d
     return {
         **_about(series),
         "locations": [each.locations[row] for row in _rows(history, each)],
+        "usual": series.shown_first(each.statistics),
         "types": {name: history.places[name][1] for name in each.locations},
     }
 

@@ -14,7 +14,7 @@ import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, c_int64
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -34,6 +34,7 @@ except ImportError:
 
 BLOCK_BYTES = 256 * 2**20  # The size at which a block file ends, at the end of a step.
 READING_THREADS = 2  # One thread does not use the whole speed of the memory, and waits for the disk.
+READING_TASKS = 32  # The parts of a list of tensors, of which each thread takes the next one when it has read one.
 ALIGNMENT = 64
 PAGE = 4096
 ALLOCATED_BYTES = 16 * 2**20  # The disk space after the end of a block file; at most as much as the file has.
@@ -88,23 +89,12 @@ def copy_rows(content: Bytes, rows: np.ndarray[Any, Any], indices: np.ndarray[An
 def read_in_threads(
     read: Callable[..., T], calls: Sequence[tuple[Any, ...]], threads: int = READING_THREADS
 ) -> list[T]:
-    """Return the results of calls of a function that reads tensors. Each thread takes the next call when it has ended one."""
-    results: dict[int, T] = {}
-    numbers = iter(range(len(calls)))
-
-    def read_next() -> None:
-        for number in numbers:
-            results[number] = read(*calls[number])
-
+    """Return the results of calls of a function that reads tensors. After an error or an interrupt, no thread begins other calls."""
+    size = -(-len(calls) // READING_TASKS) or 1
     with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(read_next) for _ in range(threads)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:  # after an error or an interrupt, no thread begins another call
-            list(numbers)
-    for future in futures:
-        future.result()
-    return [results[number] for number in range(len(calls))]
+        tasks = (calls[start : start + size] for start in range(0, len(calls), size))
+        results = pool.map(lambda task: [read(*call) for call in task], tasks)
+        return [result for part in results for result in part]
 
 
 def binary_of(content: Bytes) -> pa.Array:

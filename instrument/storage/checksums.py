@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 import pyarrow.parquet as pq
 from pyarrow import PythonFile
-from pyarrow.fs import FileInfo, FileSelector, FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
+from pyarrow.fs import FileInfo, FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
 from ..errors import InstrumentError
 from .remote_folder import is_address, safe_message
@@ -200,10 +200,6 @@ class _LocalHandler(FSSpecHandler):  # type: ignore[misc]
 
     def get_file_info(self, paths: list[str]) -> list[FileInfo]:
         infos: list[FileInfo] = self.fs.get_file_info(paths)
-        return infos
-
-    def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
-        infos: list[FileInfo] = self.fs.get_file_info(selector)
         return infos
 
     def open_input_file(self, path: str) -> PythonFile:

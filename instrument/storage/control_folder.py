@@ -33,7 +33,6 @@ MAX_BYTES = 64 * 2**10
 OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 POLL_SECONDS = 0.05  # between two reads of an answer
 LONG_SECONDS = 2.0  # after which the sender of a message prints that it waits
-CLOCK_SECONDS = 1.0  # resolution of the modification time of a folder, with a margin
 
 
 class MessageError(Exception):
@@ -72,7 +71,6 @@ class ControlFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CONTROL
         self._path = str(self.folder)
-        self._listed: tuple[int, float] | None = None  # modification time of the folder, and when it was listed
 
     def messages(self) -> list[Path]:
         """Return the files of new messages in order. Raise a MessageError unless only the user of the run can write to the folder."""
@@ -82,19 +80,12 @@ class ControlFolder:
             about = os.lstat(self._path)
         except OSError:
             return []
-        changed = about.st_mtime_ns
-        # A file that appears after the listing can leave the same modification time.
-        if self._listed is not None and self._listed[0] == changed and self._listed[1] > changed / 1e9 + CLOCK_SECONDS:
-            return []
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & OTHERS_CAN_WRITE:
             raise MessageError(f"{self.folder} is not a folder to which only the user of the run can write")
-        listed_at = time.time()
         try:
-            messages = sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
+            return sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
         except OSError as error:
             raise MessageError(f"{self.folder} cannot be read: {error.strerror}") from None
-        self._listed = changed, listed_at
-        return messages
 
     def read(self, message: Path) -> list[str]:
         """Return the changes of a message. Raise a FileNotFoundError if it was withdrawn, and a MessageError if it cannot be accepted."""

@@ -9,7 +9,6 @@ least as many rows as the file says, and a reader that reads this file before th
 from __future__ import annotations
 
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterable
@@ -19,7 +18,6 @@ from ..tables.schemas import TABLES
 
 DAMAGED = "the file is damaged: truncated journals cannot be detected"
 ATTEMPTS = 3  # the number of attempts to read a file that is being written
-NAME = re.compile(r"rows\.(\d{4})")
 PAIR = struct.Struct("<2q")  # one per table, followed by a checksum
 CHECKSUM = struct.Struct("<I")
 _AT = {table: index * PAIR.size for index, table in enumerate(TABLES)}

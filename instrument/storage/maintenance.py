@@ -30,13 +30,12 @@ from .parts import (
     Part,
     block_files,
     convert_journal,
-    disk_reserve_files,
     in_order,
     journals_of,
     lost_journals,
     new_part,
     part_files,
-    row_counts_in,
+    process_files,
     rows_written,
     written_parts,
 )
@@ -83,7 +82,7 @@ def recover(folder: Path) -> RecoveryResult:
         if not part_files(folder, name) and not is_moved:
             with new_part(folder, table, Part(0, 0)):
                 pass
-    for file in (*disk_reserve_files(folder), *row_counts_in(folder)):
+    for file, *_ in process_files(folder):
         file.unlink()
     for block in block_files(folder).values():
         os.truncate(block, block.stat().st_size)  # releases the disk space after its end

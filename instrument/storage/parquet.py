@@ -24,7 +24,7 @@ from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
 from ..values.dtensor import own_rank
 from .journal_truncation_check import RowCounts
-from .parts import JOURNALS, disk_reserve_file, row_counts_of
+from .parts import JOURNALS, process_file
 from .row_batches import as_batch
 from .table_writer import TableWriter
 from .tensors import TensorWriter
@@ -69,7 +69,7 @@ class ParquetSink:
         self.failure: str | None = None
         # Of the folder. Set with the first rows, since the folder may be created after the sink.
         self._folder_stat: os.stat_result | None = None
-        self._reserve = disk_reserve_file(folder, own_rank())
+        self._reserve = process_file(folder, "reserve", own_rank())
         self._step: int | None = None  # the last step whose rows were written
         self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
         self._writers = {
@@ -83,7 +83,7 @@ class ParquetSink:
             for name, table in TABLES.items()
         }
         self._templates = {name: MessageTemplate(table.plain_schema) for name, table in TABLES.items()}
-        self._counts = RowCounts(row_counts_of(folder, own_rank()))
+        self._counts = RowCounts(process_file(folder, "rows", own_rank()))
         self._tensors = TensorWriter(self._writers["tensors"], tensors=tensors, when_full=when_full)
 
     def write(self, table: str, rows: Sequence[Row]) -> None:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from ..tables.schemas import AS_WRITTEN, ORDER, TABLES, Table
 from .checksums import add_checksums
 from .journal import SUFFIX, JournalReader
-from .journal_truncation_check import NAME, read_counts, truncation_problem
+from .journal_truncation_check import read_counts, truncation_problem
 from .row_batches import as_table, joined, with_positions
 
 JOURNALS, BLOCKS = "journal", "blocks"
@@ -37,12 +37,11 @@ OTHER_COLUMNS = "the columns differ from those of the table: the file is not rea
 ROW_GROUP_ROWS = 16_384
 TENSOR_ROW_GROUP_ROWS = 8_192  # the number of rows that are read to get one tensor
 LISTING_SIZE = 256  # the number of files that the system lists in one call
-# The number of batches that are combined into one, and the number of bytes of the last one.
-BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
 _BLOCK = re.compile(r"block-(\d{4})-(\d{6,})\.raw")
+_PROCESS_FILE = re.compile(r"(rows|reserve)\.(\d{4})")
 _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
@@ -132,33 +131,23 @@ def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part]
     return dict(sorted(files.items()))
 
 
-def disk_reserve_file(folder: Path, rank: int) -> Path:
-    """Return the file that reserves disk space for a process, see `instrument.storage.parquet`."""
-    return folder / JOURNALS / f"reserve.{rank:04d}"
+def process_file(folder: Path, kind: Literal["rows", "reserve"], rank: int) -> Path:
+    """Return the row count file of a process, or the file that reserves disk space for it, see `instrument.storage.parquet`."""
+    return folder / JOURNALS / f"{kind}.{rank:04d}"
 
 
-def disk_reserve_files(folder: Path) -> list[Path]:
-    """Return the files that reserve disk space for all processes of a run."""
-    return list((folder / JOURNALS).glob("reserve.*"))
-
-
-def row_counts_of(folder: Path, rank: int) -> Path:
-    """Return the row count file of a process."""
-    return folder / JOURNALS / f"rows.{rank:04d}"
-
-
-def row_counts_in(folder: Path) -> dict[Path, int]:
-    """Return the row count files of all processes, each with its rank."""
-    names = {name: NAME.fullmatch(name) for name in names_in(folder / JOURNALS)}
-    return {folder / JOURNALS / name: int(match[1]) for name, match in names.items() if match}
+def process_files(folder: Path) -> list[tuple[Path, str, int]]:
+    """Return the files of `process_file` of all processes, each with its kind and its rank."""
+    matches = (match for match in map(_PROCESS_FILE.fullmatch, names_in(folder / JOURNALS)) if match)
+    return [(folder / JOURNALS / match[0], match[1], int(match[2])) for match in matches]
 
 
 def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]:
     """Return the minimum number of rows written to each journal, by table and part, and the damaged row count files."""
     counts: dict[tuple[str, Part], int] = {}
     damaged = []
-    for path, rank in row_counts_in(folder).items():
-        known = read_counts(path)
+    for path, kind, rank in process_files(folder):
+        known = read_counts(path) if kind == "rows" else {}
         if known is None:
             damaged.append(path)
         counts |= {(table, Part(rank, number)): rows for (table, number), rows in (known or {}).items()}
@@ -189,11 +178,9 @@ def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
     listed = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
-    known_files = {*listed.values(), *disk_reserve_files(folder)}
+    known_files = {*listed.values(), *(file for file, *_ in process_files(folder))}
     present = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
-    return sorted(
-        file for file in present if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
-    )
+    return sorted(file for file in present if not (file in known_files or file.suffix == ".tmp"))
 
 
 def read_journal(
@@ -222,7 +209,7 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             batches = (with_positions(table, *each) for each in reading.stacks())
-            for group in grouped(_combine_small(batches), max_rows, ROW_GROUP_BYTES):
+            for group in grouped(batches, max_rows, ROW_GROUP_BYTES):
                 rows = in_order(table, as_table(table, joined(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
@@ -239,7 +226,7 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     Raise an OSError if a merged part contains rows to keep and rows to remove.
     """
     # Removed first: as long as it exists, missing journals are reported.
-    row_counts_of(folder, rank).unlink(missing_ok=True)
+    process_file(folder, "rows", rank).unlink(missing_ok=True)
     for file in files_after(folder, rank, counts, OSError):
         file.unlink()
     for (_, part), file in journals_of(folder).items():
@@ -277,24 +264,11 @@ def _sorted_by(rows: pa.Table, names: Iterable[str]) -> pa.Table:
     return rows.take(pc.sort_indices(pa.table(keys), [(name, "ascending") for name in keys]))
 
 
-def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows.
+def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[list[pa.RecordBatch]]:
+    """Group batches until a group has a number of rows or of bytes.
 
     Sizes are those of the buffers, including padding, because `nbytes` of a batch takes much longer to compute.
     """
-    small_batches: list[pa.RecordBatch] = []
-    for batch in batches:
-        small_batches.append(batch)
-        is_large = batch.num_rows > BATCHES_TO_COMBINE or batch.get_total_buffer_size() > MAX_SMALL_BATCH_BYTES
-        if is_large or len(small_batches) == BATCHES_TO_COMBINE:
-            yield from joined(small_batches).combine_chunks().to_batches()
-            small_batches = []
-    if small_batches:
-        yield from joined(small_batches).combine_chunks().to_batches()
-
-
-def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[list[pa.RecordBatch]]:
-    """Group batches until a group has a number of rows or of bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:

@@ -202,11 +202,6 @@ class RunFiles:
                         for rows in _pieces(batch) if "data" in wanted else [batch]:
                             yield from self._finished(table, pa.Table.from_batches([rows]), columns).to_batches()
 
-    def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
-        """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
-        names = [arrow_name(file) for file in files]
-        return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
-
     def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:
         """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime."""
         while True:
@@ -232,9 +227,10 @@ class RunFiles:
     def _read(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         self.check_footers(table.name)
         files, journals = self.table_files(table.name)
-        wanted = _with_keys(table, columns)
-        try:
-            read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
+        wanted, names = _with_keys(table, columns), [arrow_name(file) for file in files]
+        try:  # columns that a file lacks are null
+            parts = ds.dataset(names, schema=table.schema, format="parquet", filesystem=self._arrow)
+            read = [parts.to_table(columns=wanted, filter=condition)]
         except FileNotFoundError:  # it was merged; see `retry_if_merged`
             raise
         except UNREADABLE:  # read the files one by one, and skip those with damaged contents

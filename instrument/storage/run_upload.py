@@ -14,7 +14,7 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,9 +24,7 @@ from ..config.experiment import SinkConfig
 from ..errors import ConfigError, Problem
 from ..formatting import shown_path
 from ..runtime.forks import OwnedByProcess
-from ..tables.schemas import TABLES
 from ..values.dtensor import own_rank
-from .parts import block_files, part_files
 from .remote_folder import (
     REMOTE_KEY,
     RemoteFolder,
@@ -72,8 +70,6 @@ class Upload(OwnedByProcess):
         self.keep_local = keep_local
         self.sent = TransferResult()
         self._remote_files: set[Path] | None = None  # parts that need not be sent; None before the first response
-        # Modification times of the tables' folders at the last two checks.
-        self._modified_times: dict[Path, tuple[int, int]] = {}
         self._messages: deque[str] = deque()
         self._refused: Exception | None = None
         self._answered, self._ended = threading.Event(), threading.Event()
@@ -164,7 +160,7 @@ class Upload(OwnedByProcess):
                 self._put_record()
             self._remote_files = {self.folder / name for name in self.remote.sizes()}
         before = self.sent.files
-        for file in self._changed_parts():
+        for file in local_parts(self.folder, self.rank):
             if file not in self._remote_files and not self._ended.is_set():
                 self.remote.put(file, file.relative_to(self.folder).as_posix())
                 self._remote_files.add(file)
@@ -187,23 +183,6 @@ class Upload(OwnedByProcess):
             copy.flush()
             self.remote.put(Path(copy.name), RECORD)
         check_same_run(self.folder, self.remote)  # another run may have been sent in between
-
-    def _changed_parts(self) -> Iterator[Path]:
-        """Yield the parts of tables whose folders changed since the check before the last one.
-
-        Modification times have a limited resolution: a part that follows a check immediately may not change the time.
-        """
-        for table in TABLES:
-            table_folder = self.folder / table
-            with suppress(FileNotFoundError):
-                changed = table_folder.stat().st_mtime_ns
-                before = self._modified_times.get(table_folder, (0, 0))
-                if before != (changed, changed):
-                    # Block files come first: a reader that finds a part remotely also finds the bytes of its rows.
-                    blocks = block_files(self.folder, ended=True) if table == "tensors" else {}
-                    files = (*blocks.items(), *part_files(self.folder, table).items())
-                    yield from (file for part, file in files if part.rank == self.rank)
-                    self._modified_times[table_folder] = (before[1], changed)
 
 
 class RemoteCopy:

@@ -37,8 +37,6 @@ from .row_batches import as_table
 from .table_writer import TableWriter
 
 POOL_BYTES = 256 * 2**20
-# In bytes. Sizes are rounded up to it, so that tensors of similar size reuse the same buffers.
-SIZE_STEP = 4096
 CHECK_SECONDS = 0.5  # seconds between two checks while waiting for a buffer
 
 # Dtypes that float32 represents exactly. All others are stored as bytes.
@@ -49,25 +47,22 @@ FITS_FLOAT32 = (
 
 
 class Pool:
-    """Byte buffers with a limit on the total size of used and idle ones.
+    """Byte buffers with a limit on their total size.
 
-    A tensor larger than the limit gets a buffer as soon as no other one is in use.
+    A tensor larger than the limit gets a buffer as soon as no other one is in use. PyTorch keeps pinned memory for later buffers.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self._idle: dict[tuple[int, bool], list[Tensor]] = {}
-        self._idle_bytes = 0
         self._lock = threading.Lock()  # a signal cannot arrive between the acquisition of a plain lock and its block
         self._changed = threading.Condition(self._lock)
 
     def take(self, size: int, *, pinned: bool, wait: Callable[[], None] | None) -> Tensor | None:
-        """Return a buffer of at least `size` bytes, dtype uint8.
+        """Return a buffer of `size` bytes, dtype uint8.
 
         Until one is available, `wait` is called repeatedly, and may raise an exception. Without `wait`, the result is then None.
         """
-        size = max(1, -(-size // SIZE_STEP)) * SIZE_STEP
         with self._lock:
             while self.used and self.used + size > self.limit:
                 if wait is None:
@@ -75,27 +70,13 @@ class Pool:
                 wait()
                 self._changed.wait(CHECK_SECONDS)
             self.used += size
-            buffers = self._idle.get((size, pinned))
-            if buffers:
-                self._idle_bytes -= size
-                return buffers.pop()
-            while self._idle_bytes and self.used + self._idle_bytes > self.limit:
-                key = next(iter(self._idle))  # the size that has been unused the longest
-                self._idle[key].pop()
-                self._idle_bytes -= key[0]
-                if not self._idle[key]:
-                    del self._idle[key]
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
-        size = buffer.numel()
         with self._lock:
-            self.used -= size
-            if self.used + self._idle_bytes + size <= self.limit:
-                self._idle.setdefault((size, buffer.is_pinned()), []).append(buffer)
-                self._idle_bytes += size
+            self.used -= buffer.numel()
             self._changed.notify_all()
 
 
@@ -158,7 +139,7 @@ class TensorWriter:
         buffer = self.pool.take(size, pinned=tensor.is_cuda, wait=self._write_now if self.waits else None)
         if buffer is None:
             return None
-        flat = buffer[:size].view(stored)
+        flat = buffer.view(stored)
         copy = HostCopy(tensor, flat.view(tensor.shape), in_background=True)
         self._copying.append(CopiedTensor(row, flat, as_list, buffer, copy))
         return size

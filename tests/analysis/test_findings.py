@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -256,13 +257,13 @@ def test_intervention_is_described_by_its_config(made: Make, config: Any, descri
 def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made(config={"rules": {}}, stats=[{"l2": 1.0, **GRADIENT}], tensors=[], effects=[{"changed": 1}])
     scanned: list[tuple[str, int]] = []
-    scan = type(run).scan
 
-    def counted(run: instrument.Run, table: str, columns: list[str], *condition: Any) -> Any:
+    def counted(run: instrument.Run, original: Any, table: str, columns: list[str], *condition: Any) -> Any:
         scanned.append((table, len(columns)))
-        return scan(run, table, columns, *condition)
+        return original(run, table, columns, *condition)
 
-    monkeypatch.setattr(type(run), "scan", counted)
+    for name in ("scan", "read"):
+        monkeypatch.setattr(type(run), name, partialmethod(counted, getattr(type(run), name)))
     monkeypatch.setattr(type(run), "_frame", None)
     assert names_of(run) == ["largest gradient norm", "changed"]
     assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects", "events", "layers"}

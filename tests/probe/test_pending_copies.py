@@ -105,7 +105,7 @@ def test_sink_stores_tensors_when_their_copies_are_complete(
 
 
 def test_full_pool_waits_for_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.storage.tensors.POOL_BYTES", 4096)
+    monkeypatch.setattr("instrument.storage.tensors.POOL_BYTES", 12)  # of one tensor
     sink = ParquetSink(tmp_path)
     for step in (0, 1):
         sink.keep(key(step), [3], torch.full((3,), float(step)))
@@ -115,7 +115,7 @@ def test_full_pool_waits_for_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pyte
 
 
 def test_completed_copies_make_room_for_others(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.storage.tensors.POOL_BYTES", 4096)
+    monkeypatch.setattr("instrument.storage.tensors.POOL_BYTES", 12)  # of one tensor
     monkeypatch.setattr("instrument.storage.tensors.ROW_GROUP_BYTES", 1)  # the thread writes each tensor at once
     sink = ParquetSink(tmp_path, when_full="drop")
     assert sink.keep(key(0), [3], torch.ones(3)) is not None

@@ -142,19 +142,6 @@ def test_part_is_uploaded_once(started_upload: Upload, folder: Path, remote: Fai
     assert (again.files, again.failed) == (0, {})
 
 
-def test_unchanged_tables_are_not_listed_again(
-    started_upload: Upload, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks, listed = [], []
-    send_new_parts = started_upload._send_new_parts
-    monkeypatch.setattr(started_upload, "_send_new_parts", lambda: (send_new_parts(), checks.append(len(listed))))
-    wait_until(lambda: len(checks) > 3)  # the last change was seen twice
-    monkeypatch.setattr(run_upload, "part_files", lambda folder, table: listed.append(table) or {})
-    seen = len(checks)
-    wait_until(lambda: len(checks) > seen + 3)
-    assert listed == []
-
-
 def test_part_written_in_the_same_clock_tick_is_uploaded(folder: Path, remote: FailingRemote) -> None:
     running_upload = Upload(folder, remote, rank=0)
     running_upload._send_new_parts()

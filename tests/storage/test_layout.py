@@ -69,7 +69,6 @@ def test_files_without_positions_keep_their_order(tmp_path: Path) -> None:
 
 def test_row_groups_declare_their_order_and_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
-    monkeypatch.setattr(parts, "BATCHES_TO_COMBINE", 1)
     monkeypatch.setattr(journal, "STACK_BYTES", 1)
     folder = write(tmp_path / "run", 8)
     about = pq.read_metadata(next((folder / "stats").glob("*.parquet")))

@@ -25,18 +25,11 @@ function chosenSeries(report) {
   return report.series[Number(document.getElementById("heatmap-series").value)];
 }
 
-function usualStatistic(series) {
-  const usual = series.parameters || series.gradient ? ["l2", "rms", "abs_max"] : ["std", "rms", "mean"];
-  const names = Object.keys(series.statistics);
-  const measured = names.filter((name) => !["numel", "nan_count", "inf_count"].includes(name));
-  return [...usual, ...measured].find((name) => series.statistics[name]) ?? names[0];
-}
-
 function drawHeatmap(report) {
   const series = chosenSeries(report);
   const names = Object.keys(series.statistics);
   const before = document.getElementById("heatmap-statistic").value;
-  const statistic = fillSelect("heatmap-statistic", names, names.includes(before) ? before : usualStatistic(series));
+  const statistic = fillSelect("heatmap-statistic", names, names.includes(before) ? before : series.usual);
   heatmap("heatmap-chart", report, series, statistic, document.getElementById("heatmap-scale").value);
   setText("heatmap-note", heatmapNote(report, series, statistic));
   const open = document.getElementById("layer-location").value;
