@@ -307,9 +307,8 @@ def find_contributions(
         views: The contributions to inputs that are views, by the edge of the base tensor.
         since: The smallest sequence number of nodes that were created while the module ran.
     """
-    visited = {
-        edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad
-    }  # several outputs may be those of one node
+    # Several outputs may be those of one node.
+    visited = {edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad}
     waiting = [*visited]
     while waiting:
         node = waiting.pop()
