@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -181,6 +182,8 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        if "duckdb" in sys.modules:  # at the end of the process, it prints the names of its objects that were not collected
+            atexit.register(gc.unfreeze)
 
 
 class Terminated(KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from types import ModuleType
 
@@ -37,3 +38,9 @@ def test_disabled_garbage_collection_stays_disabled(monkeypatch: pytest.MonkeyPa
         assert gc.get_freeze_count() == frozen
     finally:
         gc.enable()
+
+
+def test_process_that_has_imported_duckdb_first_ends_without_output() -> None:
+    code = "import duckdb\nfrom instrument.commands.job import importing\nwith importing(): pass"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout + ended.stderr == ""
