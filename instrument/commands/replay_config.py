@@ -42,18 +42,12 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run that can be replayed.
-
-    Attributes:
-        record: The content of its run.json, with the current status.
-        done: The number of completed steps that were recorded.
-        steps: The planned number of steps; None if the length is given in epochs or the run does not train.
-    """
+    """A run that can be replayed."""
 
     folder: Path
-    record: Mapping[str, Any]
-    done: int
-    steps: int | None
+    record: Mapping[str, Any]  # the content of its run.json, with the current status
+    done: int  # the number of completed steps that were recorded
+    steps: int | None  # the planned number of steps; None if the length is given in epochs or the run does not train
 
     @classmethod
     def open(cls, path: str, *, force: bool) -> RecordedRun:
@@ -218,21 +212,15 @@ def is_required(spec: HookSpec) -> bool:
 
 @dataclass(frozen=True)
 class ReplayHooks:
-    """The hooks of a replay.
-
-    Attributes:
-        left_out: The record hooks of the run that are not scheduled in the window.
-        changed: The interventions that differ from those of the run.
-        first_step: The first step at which a changed intervention runs or is missing; for an evaluation, the number of
-            completed steps. None without changed interventions.
-        changes_evaluation: Whether a changed intervention runs in evaluations or on the probe batch.
-    """
+    """The hooks of a replay."""
 
     specs: dict[str, HookSpec]
-    left_out: tuple[str, ...]
-    changed: tuple[str, ...]
+    left_out: tuple[str, ...]  # the record hooks of the run that are not scheduled in the window
+    changed: tuple[str, ...]  # the interventions that differ from those of the run
+    # The first step at which a changed intervention runs or is missing; for an evaluation, the number of completed steps. None without
+    # changed interventions.
     first_step: int | None
-    changes_evaluation: bool
+    changes_evaluation: bool  # whether a changed intervention runs in evaluations or on the probe batch
 
     @classmethod
     def of(cls, run: RecordedRun, given: Mapping[str, HookSpec], window: range, *, intervene: bool) -> ReplayHooks:

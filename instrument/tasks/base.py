@@ -180,7 +180,8 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
     checked_metrics({name: getattr(each, "value", each) for name, each in outcome.metrics.items()})
     if outcome.loss is None:
         if differentiable:
-            raise TypeError("the task returned no loss, but its gradients are required")
+            fix = "set mode=forward; for gradients, also forward.of to a part of the model's output"
+            raise TypeError(f"the task returned no loss, but its gradients are required: {fix}")
         return
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""

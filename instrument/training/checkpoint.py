@@ -46,17 +46,12 @@ TEMPORARY_SUFFIX = ".tmp"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        every: The interval between checkpoints, in steps; 0 disables them. A checkpoint is also written after the last step.
-        keep: The number of checkpoints that are kept, the latest ones; None keeps all.
-    """
+    """The checkpoints of one run."""
 
     folder: Path
-    every: int = 0
+    every: int = 0  # steps from one checkpoint to the next; another one is after the last step; 0 disables them
     processes: Processes | None = None
-    keep: int | None = 1
+    keep: int | None = 1  # the number of checkpoints that are kept, the latest ones; None keeps all
 
     def is_scheduled(self, step: int, steps: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step == steps)

@@ -123,24 +123,17 @@ def _run_step(
 
 @dataclass
 class _Step:
-    """The measurements of one step, or of one batch of an evaluation, with hooks.
-
-    Attributes:
-        rows: The number of written rows, by table and spec.
-        tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
-        kept_bytes: By spec with `keep`, the memory of the tensors of the step.
-    """
+    """The measurements of one step, or of one batch of an evaluation, with hooks."""
 
     step: int
     phase: str
-    rows: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    rows: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by table and spec
+    tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # of each tensor, by spec
     seconds: float = 0.0
     hook_seconds: float = 0.0
-    action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # the part of actions, by spec
     firings: Counter[str] = field(default_factory=Counter)
-    kept_bytes: dict[str, int] = field(default_factory=dict)
+    kept_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by spec with `keep`
 
 
 class _CountingSink(ParquetSink):

@@ -117,14 +117,11 @@ class Loader:
     """The batches of a dataset. Iteration gives them in the order of the dataset, as for an evaluation.
 
     Worker processes end with the iterator: after the last batch, after an error, and if the iterator is closed.
-
-    Args:
-        dataset: A dataset with a length and items, or a `Stream`.
-        batch_size: The number of samples per batch, over all processes. The last batch may be smaller. An incomplete
-            batch of a stream is left out if it has fewer samples than there are processes.
     """
 
-    dataset: Dataset[Any]
+    dataset: Dataset[Any]  # a dataset with a length and items, or a `Stream`
+    # The number of samples per batch, over all processes. The last batch may be smaller. An incomplete batch of a stream is left out if it
+    # has fewer samples than there are processes.
     batch_size: int
     shard: BatchShard = FULL_BATCH
     options: LoaderOptions = DEFAULT_OPTIONS
@@ -309,7 +306,9 @@ class Batches:
         The last step of an epoch may have fewer micro-batches.
         """
         while self._done < self.stop and (self.passes is None or self._epoch < self.passes):
-            for group in self._groups_of_epoch():
+            self._before_epoch = self._generator.get_state()
+            batches = self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken)
+            while group := list(islice(batches, self.accumulate)):
                 self._taken += len(group)
                 self._done += 1
                 yield self._epoch, group
@@ -340,17 +339,6 @@ class Batches:
             message = f"the sampler returned invalid indices in epoch {self._epoch}"
             raise ConfigError(Problem("data.sampler", message, given, allowed))
         return [*map(operator.index, order)]
-
-    def _groups_of_epoch(self) -> Iterator[list[LoadedBatch]]:
-        self._before_epoch = self._generator.get_state()
-        group: list[LoadedBatch] = []
-        for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
-            group.append(loaded)
-            if len(group) == self.accumulate:
-                yield group
-                group = []
-        if group:
-            yield group
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each micro-batch of a step, summed over all processes."""
@@ -426,17 +414,14 @@ def samples_of(dataset: Dataset[Any] | None) -> set[int] | None:
 
 @dataclass(frozen=True)
 class PhaseBatches:
-    """The batches of a phase: those of the steps or of an evaluation, or the probe batch.
-
-    Attributes:
-        load: Called with a number of samples, over all processes; returns a batch with the first samples.
-        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
-        ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
-    """
+    """The batches of a phase: those of the steps or of an evaluation, or the probe batch."""
 
     first: LoadedBatch
+    # Called with a number of samples, over all processes; returns a batch with the first samples.
     load: Callable[[int], LoadedBatch]
+    # Called with a step; returns the number of samples in each of its batches, over all processes.
     sizes: Callable[[int], Sequence[int]]
+    # Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
     ids: Callable[[Collection[int]], set[int] | None]
     split: str | None
 

@@ -47,23 +47,15 @@ WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run after a step or an evaluation, for display.
+    """The state of a run after a step or an evaluation, for display."""
 
-    Attributes:
-        step: The number of completed steps.
-        rows: The number of rows recorded so far.
-        phase: `train`; `eval` for an evaluation; `forward` in mode: forward.
-        overhead: The relative overhead of hooks per step; 0.05 means 5%. None if it was not measured.
-        warnings: The warnings since the start of the training.
-    """
-
-    step: int
+    step: int  # the number of completed steps
     steps: int
     metrics: Mapping[str, float | None]
-    rows: int
-    phase: str
-    overhead: float | None = None
-    warnings: Sequence[str] = ()
+    rows: int  # the number of rows recorded so far
+    phase: str  # `train`; `eval` for an evaluation; `forward` in mode: forward
+    overhead: float | None = None  # of hooks, relative to a step without them: 0.05 means 5%; None if not measured
+    warnings: Sequence[str] = ()  # the warnings since the start of the training
 
 
 def progress_reporter(

@@ -44,31 +44,20 @@ MAX_NAMES = 8  # maximum number of names in a line
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep.
+    """One job of a sweep."""
 
-    Attributes:
-        name: Folder of the job, relative to the folder of the sweep; usually the job number.
-        status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
-        error: Error that ended the job, in one line; None if no error occurred.
-    """
-
-    name: str
+    name: str  # folder of the job, relative to the folder of the sweep; usually the job number
     folder: Path
     overrides: tuple[str, ...]
-    status: str
-    error: str | None
+    status: str  # that in run.json; without this file, `failed` if the job was refused, else `missing`
+    error: str | None  # error that ended the job, in one line; None if no error occurred
 
 
 class Jobs:
-    """The jobs in a folder, and the keys in which they differ.
+    """The jobs in a folder, and the keys in which they differ."""
 
-    Attributes:
-        has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
-        swept: The keys whose values differ between jobs, each with its values. Values that are calculated are left out.
-    """
-
-    has_known_jobs = False
-    swept: Mapping[str, Sequence[Any]]
+    has_known_jobs = False  # before the first one starts, with their numbers as names of their folders
+    swept: Mapping[str, Sequence[Any]]  # the keys whose values differ, with these values, except for calculated ones
 
     def jobs(self) -> list[SweepJob]:
         raise NotImplementedError
