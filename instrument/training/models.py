@@ -35,6 +35,12 @@ def dense_block(in_features: int | None, out_features: int) -> nn.Sequential:
     return nn.Sequential(linear(in_features, out_features), nn.ReLU())
 
 
+def dense(sizes: Sequence[int | None]) -> nn.Sequential:
+    """Return dense blocks and a linear layer, between layers of these numbers of features."""
+    outputs = [size for size in sizes[1:] if size is not None]
+    return nn.Sequential(*map(dense_block, sizes[:-2], outputs[:-1]), linear(sizes[-2], outputs[-1]))
+
+
 class MnistCNN(nn.Module):
     """A convolutional encoder and a dense decoder, built from lists of layer sizes.
 
@@ -69,9 +75,8 @@ class MnistCNN(nn.Module):
             )
         channels = [in_channels, *encoder]
         pixels = 1 if global_pooling else (image_size >> len(encoder)) ** 2
-        features = [channels[-1] * pixels, *decoder]
         self.encoder = nn.Sequential(*map(conv_block, channels, channels[1:]))
-        self.decoder = nn.Sequential(*map(dense_block, features, features[1:]), nn.Linear(features[-1], classes))
+        self.decoder = dense([channels[-1] * pixels, *decoder, classes])
         self.global_pooling = global_pooling
 
     def forward(self, images: Tensor) -> Tensor:
@@ -97,10 +102,7 @@ class MLP(nn.Module):
         super().__init__()
         if None in sizes[1:]:
             raise ValueError(f"only the first size, that of the input, may be null, got {list(sizes)}")
-        features = [size for size in sizes[1:] if size is not None]
-        inputs = [sizes[0], *features]
-        hidden = list(map(dense_block, inputs[:-2], features[:-1]))
-        self.layers = nn.Sequential(*hidden, linear(inputs[-2], features[-1]))
+        self.layers = dense(sizes)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map inputs [N, ...] with sizes[0] elements per sample to logits [N, sizes[-1]]."""
@@ -143,9 +145,8 @@ class Autoencoder(nn.Module):
 
     def __init__(self, sizes: Sequence[int] = (64, 32, 8)) -> None:
         super().__init__()
-        up = list(reversed(sizes))
-        self.encoder = nn.Sequential(*map(dense_block, sizes[:-2], sizes[1:-1]), nn.Linear(sizes[-2], sizes[-1]))
-        self.decoder = nn.Sequential(*map(dense_block, up[:-2], up[1:-1]), nn.Linear(up[-2], up[-1]))
+        self.encoder = dense(sizes)
+        self.decoder = dense(sizes[::-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map inputs [N, ...] with sizes[0] elements per sample to outputs of the same shape."""
@@ -262,12 +263,8 @@ class DenseGAN(nn.Module):
     def __init__(self, latent: int = 16, image: Sequence[int] = (1, 8, 8), width: int = 64) -> None:
         super().__init__()
         size = math.prod(image)
-        self.generator = nn.Sequential(
-            dense_block(latent, width), dense_block(width, width), nn.Linear(width, size), nn.Unflatten(1, tuple(image))
-        )
-        self.critic = nn.Sequential(
-            nn.Flatten(), dense_block(size, width), dense_block(width, width), nn.Linear(width, 1)
-        )
+        self.generator = nn.Sequential(*dense([latent, width, width, size]), nn.Unflatten(1, tuple(image)))
+        self.critic = nn.Sequential(nn.Flatten(), *dense([size, width, width, 1]))
 
     def forward(self, noise: Tensor) -> Tensor:
         """Map noise [N, latent] to images [N, *image]."""
