@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,24 +22,17 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     )
 
 
-def linear(in_features: int | None, out_features: int) -> nn.Linear:
-    """Return a linear layer. If `in_features` is None, it is inferred from the first input."""
-    if in_features is not None:
-        return nn.Linear(in_features, out_features)
+def dense(sizes: Sequence[int | None]) -> nn.Sequential:
+    """Return dense blocks, each a linear layer and ReLU, and a last linear layer.
+
+    Args:
+        sizes: The numbers of features before, between and after the layers. None for the first: inferred from the first input.
+    """
+    pairs: Any = pairwise(sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch may warn that lazy modules are experimental.
-        return nn.LazyLinear(out_features)
-
-
-def dense_block(in_features: int | None, out_features: int) -> nn.Sequential:
-    """Return a linear layer and ReLU. If `in_features` is None, it is inferred from the first input."""
-    return nn.Sequential(linear(in_features, out_features), nn.ReLU())
-
-
-def dense(sizes: Sequence[int | None]) -> nn.Sequential:
-    """Return dense blocks and a linear layer, between layers of these numbers of features."""
-    outputs = [size for size in sizes[1:] if size is not None]
-    return nn.Sequential(*map(dense_block, sizes[:-2], outputs[:-1]), linear(sizes[-2], outputs[-1]))
+        layers = [nn.LazyLinear(after) if before is None else nn.Linear(before, after) for before, after in pairs]
+    return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers[:-1]), layers[-1])
 
 
 class MnistCNN(nn.Module):
