@@ -57,25 +57,16 @@ def export_refusal(attached_hooks: Sequence[AttachedHook]) -> str:
 
 
 class Places(NamedTuple):
-    """The sites at a module by the tensors on which they act, in order.
+    """The sites at a module by the tensors on which they act, in order."""
 
-    Attributes:
-        pre: Inputs before the forward pass.
-        forward_input: Inputs after it.
-        output: Outputs.
-        output_gradients: Gradients of outputs. Those that can change an incoming gradient precede those that record it.
-        contributions: The contributions of the module to the gradients of its inputs.
-        totals: The gradients of the inputs.
-        changes: Differences of outputs and inputs.
-    """
-
-    pre: list[AttachedHook]
-    forward_input: list[AttachedHook]
-    output: list[AttachedHook]
+    pre: list[AttachedHook]  # inputs before the forward pass
+    forward_input: list[AttachedHook]  # inputs after it
+    output: list[AttachedHook]  # outputs
+    # Gradients of outputs. Those that can change an incoming gradient precede those that record it.
     output_gradients: list[AttachedHook]
-    contributions: list[AttachedHook]
-    totals: list[AttachedHook]
-    changes: list[AttachedHook]
+    contributions: list[AttachedHook]  # the contributions of the module to the gradients of its inputs
+    totals: list[AttachedHook]  # the gradients of the inputs
+    changes: list[AttachedHook]  # differences of outputs and inputs
 
     @classmethod
     def of(cls, attached_hooks: Sequence[AttachedHook]) -> Places:
