@@ -31,7 +31,6 @@ from .hydra_errors import composition_problem
 
 RUN = "RUN"  # the argument, for error messages
 CONFIG_NAME = "replayed_run"  # root configuration of the replay, which is not a file
-COUNTERFACTUAL_SUFFIX = "_counterfactual"
 # An override below these keys changes no value of the training. The device and a dataset in another folder are compared
 # with those of the run.
 ALLOWED = (
@@ -252,7 +251,7 @@ class ReplayHooks:
             if restricted is not None:
                 if name in changed:
                     starts += _first(restricted)
-                new = f"{name}{COUNTERFACTUAL_SUFFIX}" if name in before else name
+                new = f"{name}_counterfactual" if name in before else name
                 specs[new] = restricted.model_copy(update={"name": new})
             elif original.get(name) == spec:
                 left_out.append(name)

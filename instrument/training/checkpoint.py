@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .distributed.process_group import Processes
 
 VERSION = 7
-TEMPORARY_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Checkpoints:
 @contextmanager
 def _written_file(path: Path) -> Iterator[tuple[Path, Path]]:
     """Yield the paths of a temporary file, which is removed if the block fails, and of the final one."""
-    temporary = path.with_suffix(TEMPORARY_SUFFIX)
+    temporary = path.with_suffix(".tmp")
     try:
         yield temporary, path
     except BaseException as error:

@@ -14,8 +14,6 @@ from ..storage.control_folder import Answer, ControlFolder, MessageError
 from .distributed.process_group import Processes
 from .schedulers import LearningRateScale
 
-SENT_TOO_EARLY = "the message was sent before the run was started or resumed"
-
 
 @dataclass
 class Control:
@@ -44,7 +42,8 @@ class Control:
                 if not is_resumed:
                     self._folder.remove_log()
                 for message in self._folder.messages():
-                    self._folder.answer(message, Answer(probe.step, problem=SENT_TOO_EARLY))
+                    problem = "the message was sent before the run was started or resumed"
+                    self._folder.answer(message, Answer(probe.step, problem=problem))
         while self._logged and self._logged[0][0] <= probe.step:
             self._make(parse_changes(self._logged.pop(0)[1], self.settings))
 

@@ -247,11 +247,6 @@ class Batches:
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
             None, a training.
 
-    Attributes:
-        length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
-            last for all steps, and in `mode: forward` up to the end of the slice.
-        stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
-
     Raises:
         ConfigError: The length of the run does not follow from that of a stream, or the sampler gives invalid indices.
     """
@@ -281,13 +276,13 @@ class Batches:
         per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
         epochs = config.epochs if passes is None else passes
         self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
-        self.stop = self.steps
+        self.stop = self.steps  # a replay ends earlier
         if sampler is not None:
             self._order_of_epoch()
             self._generator.set_state(self._before_epoch)
 
     def _length_of_epoch(self, config: TrainConfig) -> int:
-        """Return the number of samples per epoch; of a stream, the largest number that the run can use."""
+        """Return the number of samples per epoch; of a stream, those of all steps, or in `mode: forward` those of the slice."""
         if not isinstance(self.dataset, Stream):
             return len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
         message = "the dataset is iterable and has no length, so the number of steps per epoch is unknown"

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
-JOB_NUMBER = "${hydra.job.num}"
 DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
 KILLED, INTERRUPTED = "killed", "interrupted"
 ALLOWED = "the folder of a sweep, or a folder that contains several runs"
@@ -97,7 +96,7 @@ class Sweep(Jobs):
         overrides = sweep_overrides(self.hydra)
         self.swept = values_of(overrides)
         subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        is_numbered = self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER
+        is_numbered = self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == "${hydra.job.num}"
         # Each expansion of `shuffle(...)` has another order.
         self.has_known_jobs = is_numbered and not any(getattr(each.value(), "shuffle", False) for each in overrides)
 

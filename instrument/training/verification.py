@@ -44,7 +44,6 @@ from .loop import Progress, train
 
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
-_PARTS = ("losses", "parameters and buffers")  # of the fingerprint of a result
 
 Key = tuple[str, str]
 """The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
@@ -272,7 +271,7 @@ def training_fingerprint(experiment: Experiment, folder: Path, processes: Proces
 
 
 def check_fingerprint(expected: str, found: str) -> None:
-    pairs = zip(_PARTS, expected.split("-"), found.split("-"), strict=True)
+    pairs = zip(("losses", "parameters and buffers"), expected.split("-"), found.split("-"), strict=True)
     if differing := [part for part, one, other in pairs if one != other]:
         raise FingerprintError(
             f"train.fingerprint: the {' and the '.join(differing)} of the training differ from the expected ones\n"
