@@ -143,11 +143,8 @@ class OutputUnit:
 @contextmanager
 def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
     outputs: list[Any] = []
-    handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
+    with model.register_forward_hook(lambda _, __, output: outputs.append(output)):
         yield outputs
-    finally:
-        handle.remove()
 
 
 class Forward(nn.Module):

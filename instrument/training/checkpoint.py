@@ -52,9 +52,6 @@ class Checkpoints:
     processes: Processes | None = None
     keep: int | None = 1  # the number of checkpoints that are kept, the latest ones; None keeps all
 
-    def is_scheduled(self, step: int, steps: int) -> bool:
-        return bool(self.every) and (step % self.every == 0 or step == steps)
-
     def save(
         self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
     ) -> None:

@@ -102,10 +102,6 @@ class Experiment:
     def autocast(self) -> torch.autocast:
         return _autocast(self.config.train.precision, self.device)
 
-    def batch_with_targets(self, batch: Any) -> Any:
-        """Return the part of a batch that has the targets for the table `samples`."""
-        return batch_with_targets(self.task, batch)
-
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that make the steps. `PerModule` contains several; `mode: forward` has none."""

@@ -364,7 +364,7 @@ class _Training:
         for message in self.copy.messages():
             self.probe.event("remote", message)
         saves = self.control.end_step() or self.probe.should_checkpoint
-        is_last = self.probe.should_stop and self.checkpoints.every > 0
-        is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
-        if is_scheduled or is_last or saves:
+        step, every = self.probe.step, self.checkpoints.every
+        is_last = self.probe.should_stop or step == self.experiment.steps
+        if saves or (every > 0 and (is_last or step % every == 0)):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)
