@@ -90,11 +90,7 @@ class Places(NamedTuple):
 
 
 class GraphHooks:
-    """The hooks of one group.
-
-    Attributes:
-        obstacle: Why the hooks cannot be part of a graph; None if they can.
-    """
+    """The hooks of one group."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls) -> None:
         self.clock = calls.clock
@@ -108,6 +104,7 @@ class GraphHooks:
         of_torch = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
         self._is_simple_module = of_torch and not module._modules
         self.refresh()
+        # Why the hooks cannot be part of a graph; None if they can.
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
         self._fired: dict[AttachedHook, tuple[int, int]] = {}  # the micro-step and the call in which a site fired last

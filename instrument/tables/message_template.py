@@ -68,15 +68,10 @@ Column: TypeAlias = OwnColumn | int
 
 
 class StepColumns(Sequence[Row]):
-    """Rows that were recorded in one step, as columns. They become tuples only if they are read as such.
+    """Rows that were recorded in one step, as columns. They become tuples only if they are read as such."""
 
-    Attributes:
-        schema: The columns, with labels as strings.
-        block: Several of the columns; None if each has its own array.
-    """
-
-    schema: pa.Schema
-    block: NumberBlock | None = None
+    schema: pa.Schema  # the columns, with labels as strings
+    block: NumberBlock | None = None  # several of the columns; None if each has its own array
 
     @property
     @abstractmethod
