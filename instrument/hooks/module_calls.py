@@ -71,17 +71,13 @@ class Calls:
     """The calls of one module. Several are active at once if the module calls itself, or runs in several threads.
 
     The hook groups of a module share this object, so that a call has the same index in all of them.
-
-    Attributes:
-        note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
-        is_shared: Whether the module has several hook groups.
-        indices: The index of the next call, and the open call that `PlainCalls.enter` began.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        # Whether a call that repeats an earlier one is recognized by its inputs, and whether the module has several hook groups.
         self.note_inputs = self.is_shared = self._has_group = False
-        self.indices = CallIndices()
+        self.indices = CallIndices()  # of the next call, and the open call that `PlainCalls.enter` began
         self._lock = threading.Lock()
         self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
         # By thread, if the object is shared: the call that started last, and the groups that have seen its start.
