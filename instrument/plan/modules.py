@@ -241,7 +241,9 @@ def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[s
     """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     for attribute, owners in _WRAPPED.items():
-        if (inner := module._modules.get(attribute)) is not None and not classes.isdisjoint(owners):
+        # Not `get`, which the children of a TorchScript module do not have.
+        inner = module._modules[attribute] if attribute in module._modules else None
+        if inner is not None and not classes.isdisjoint(owners):
             yield from _walk(inner, name, ancestors)
             return
     yield name, module
