@@ -240,15 +240,14 @@ def _plain_items(value: object, location: str, ancestors: frozenset[int] = froze
 def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
     classes = {cls.__name__ for cls in type(module).__mro__}
+    children = dict(module._modules.items())  # those of a TorchScript module are not in a dict
     for attribute, owners in _WRAPPED.items():
-        # Not `get`, which the children of a TorchScript module do not have.
-        inner = module._modules[attribute] if attribute in module._modules else None
-        if inner is not None and not classes.isdisjoint(owners):
+        if (inner := children.get(attribute)) is not None and not classes.isdisjoint(owners):
             yield from _walk(inner, name, ancestors)
             return
     yield name, module
     if id(module) in ancestors:  # a module that contains itself
         return
-    for key, child in module._modules.items():
+    for key, child in children.items():
         if child is not None:
             yield from _walk(child, f"{name}.{key}" if name else key, ancestors | {id(module)})
