@@ -62,15 +62,11 @@ class KeptTensors(dict[str, Mapping[str, Tensor]]):
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of a tensor that a hook with `split_dim` gets one by one, while it does.
+    """The parts of a tensor that a hook with `split_dim` gets one by one, while it does."""
 
-    Attributes:
-        whole: The tensor, with one part per index of dimension 0.
-        sums: The sums of all parts that a function of statistics has formed at once: [parts] each.
-    """
-
-    whole: Tensor
+    whole: Tensor  # with one part per index of dimension 0
     parts: Sequence[Tensor]
+    # The sums of all parts that a function of statistics has formed at once: [parts] each.
     sums: dict[Any, Sequence[Tensor]] = field(default_factory=dict)
 
 
@@ -208,21 +204,14 @@ EFFECT = ("numel", "changed", "norm_before", "norm_after", "factor", "held")
 
 @dataclass(slots=True)
 class Effect:
-    """The change that an intervention made in one call. The numbers may still be on the device.
+    """The change that an intervention made in one call. The numbers may still be on the device."""
 
-    Attributes:
-        numel: The number of elements of the tensor.
-        measures: The number of changed elements, the L2 norm before and the L2 norm after; None or NaN for no value. On a device: the
-            number, and what was measured before and after.
-        factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
-            element.
-        held: Whether the condition of the hook held; None without a condition.
-    """
-
-    numel: int
+    numel: int  # the number of elements of the tensor
+    # The number of changed elements, the L2 norm before and the L2 norm after; None or NaN for no value. On a device: the number, and what
+    # was measured before and after.
     measures: Sequence[float | Tensor | Measured | None]
-    factor: Number = None
-    held: bool | Tensor | None = None
+    factor: Number = None  # a number, or a tensor with one element, if the intervention multiplied the tensor by it
+    held: bool | Tensor | None = None  # whether the condition of the hook held; None without a condition
 
     @property
     def numbers(self) -> list[Tensor]:

@@ -48,23 +48,18 @@ MAX_BYTES = 1 << 30  # of a sparse tensor that becomes dense
 
 
 class Measurement:
-    """The statistics that a spec requests.
-
-    Attributes:
-        statistics: The names of the built-in statistics, in the order of the columns.
-        needs: The sums that they need in addition to those that every tensor has.
-        custom: The custom statistics: the functions by the names of their columns.
-    """
+    """The statistics that a spec requests."""
 
     def __init__(self, spec: StatisticsSpec) -> None:
         self.unit_dim = spec.unit_dim
         custom = spec.custom_statistics
+        # The functions of custom statistics, by the names of their columns.
         self.custom = {each.column: custom_function(each, f"hooks.{spec.name}.stats", "tensor") for each in custom}
         self._select(spec.statistics)
 
     def _select(self, statistics: tuple[str, ...]) -> None:
-        self.statistics = statistics
-        self.needs = needs_of(statistics)
+        self.statistics = statistics  # the names of the built-in ones, in the order of the columns
+        self.needs = needs_of(statistics)  # the sums that they need in addition to those that every tensor has
 
     @property
     def further(self) -> int:

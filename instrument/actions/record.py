@@ -40,18 +40,14 @@ def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, M
 
 
 class Record(Action):
-    """The record action of a spec.
-
-    Attributes:
-        tables: What computes the rows of further tables, by table.
-    """
+    """The record action of a spec."""
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:
         self.spec = spec
         self.rows = rows
         self.measurement = Measurement(spec)
         self._fields: dict[str, dict[str, Any]] = spec.tables
-        self.tables = _measures(self._fields)
+        self.tables = _measures(self._fields)  # what computes the rows of further tables, by table
         self.keeps_tensors = spec.tensors
         self.dtype: torch.dtype | None = None if spec.dtype is None else getattr(torch, spec.dtype)
 

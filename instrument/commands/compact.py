@@ -30,9 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compact(folder: Path) -> tuple[str, Sequence[str]]:
     parts: list[dict[str, int]] = []  # of each process and table, at the checkpoint used for resuming
     if (folder / CHECKPOINTS).is_dir():
-        from instrument.training.checkpoint import (
-            Checkpoints,  # imported here, because reading checkpoints imports torch
-        )
+        from instrument.training.checkpoint import Checkpoints  # imported here, because it imports torch
 
         with suppress(ConfigError):  # the run has no checkpoint
             parts = Checkpoints(folder).load()["parts"]

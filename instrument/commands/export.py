@@ -42,10 +42,8 @@ TENSOR_FILES = ("safetensors", "hf")
 FILES = ("csv", *TENSOR_FILES)
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], **{name: name for name in FILES}}  # without --out
 SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
-ALREADY_EXISTS = "already exists, and existing files are not overwritten"
 # And the variable that says where they write.
 WITHOUT_FOLDER = {"mlflow": "MLFLOW_TRACKING_URI", "trackio": "TRACKIO_DIR"}
-LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 BATCH_BYTES = 16 * 2**20
 SAFETENSORS_DTYPES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"},
@@ -84,7 +82,8 @@ def main(args: argparse.Namespace) -> int:
         message = f"not supported for {args.to}, which is configured by its environment variables"
         raise ConfigError(Problem("--out", message, fix=f"set {WITHOUT_FOLDER[args.to]}"))
     if args.out is None and args.to not in WITHOUT_FOLDER:
-        check_is_local(args.run, "--out", LOCAL_ONLY, fix="pass --out FOLDER")
+        problem = "is required: exports are written to a local folder, not to a remote address"
+        check_is_local(args.run, "--out", problem, fix="pass --out FOLDER")
     several = run.folders != [run.path]
     code = 0
     for folder in run.folders:
@@ -268,7 +267,8 @@ def _csv_cells(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _check_empty(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(Problem("--out", ALREADY_EXISTS, given=str(output), allowed="an empty or new folder"))
+        message = "already exists, and existing files are not overwritten"
+        raise ConfigError(Problem("--out", message, given=str(output), allowed="an empty or new folder"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
@@ -18,6 +17,7 @@ from ..config.experiment import TASKS
 from ..config.schema import fields_below
 from ..config.spec_file import fix_of_yaml
 from ..errors import Problem, similar_names
+from ..fields.field_types import nested_values
 from ..fields.pip_extras import pip_command
 from ..training.sweep_objective import OBJECTIVE_KEY
 
@@ -107,19 +107,13 @@ def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
         message = "this field is not set yet, and a mapping without a plus changes only fields that are set"
         return Problem(name, message, fix=f"prefix the override with a plus: +{name.rpartition('.')[0]}=...")
     similar = similar_names(name.rpartition(".")[2], keys)
-    elsewhere = [] if "." in name else _keys_named(name, OmegaConf.to_container(parent))
+    sections = {} if "." in name else OmegaConf.to_container(parent)
+    elsewhere = [each.lstrip(".") for each, _ in nested_values(sections, "") if each.endswith(f".{name}")]
     key = name if "." in name else f"vars.{name}"  # the root has a fixed set of keys
     fix = "" if similar else f"to add it, prefix it with a plus: +{key}=..."
     if elsewhere:
         fix = f"write {' or '.join(elsewhere)}"
     return Problem(name, "the configuration does not have this key", allowed=keys, similar=similar, fix=fix)
-
-
-def _keys_named(name: str, config: Any, prefix: str = "") -> list[str]:
-    """Return the keys of the sections of a configuration whose last part is a name."""
-    sections = config.items() if isinstance(config, dict) else ()
-    below = [path for key, value in sections for path in _keys_named(name, value, f"{prefix}{key}.")]
-    return [*([f"{prefix}{name}"] if prefix and isinstance(config, dict) and name in config else []), *below]
 
 
 def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> Problem | None:

@@ -43,6 +43,7 @@ from .verbs import print_json
 
 STOPPED_CODE = 3
 """The exit code of a run that a rule stopped."""
+ALLOWED_WITH_RESUME = ("resume", "quiet", "plan", "report")
 LOCK_SECONDS = 30.0  # seconds until the previous process of the job has ended
 OPENED = (".hydra", "instrument.log")  # written by Hydra before the job begins
 
@@ -182,7 +183,9 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        if "duckdb" in sys.modules:  # at the end of the process, it prints the names of its objects that were not collected
+        if (
+            "duckdb" in sys.modules
+        ):  # at the end of the process, it prints the names of its objects that were not collected
             atexit.register(gc.unfreeze)
 
 
@@ -313,23 +316,15 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
     except OmegaConfBaseException as error:
         raise ConfigError(Problem(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
     if raw.get("resume") is not None:
-        raw = _recorded_config(raw, read_overrides(config.get("hydra")))
+        keys = [key for key in read_overrides(config.get("hydra")) if not key.startswith("hydra.")]
+        if others := [key for key in keys if key not in ALLOWED_WITH_RESUME]:
+            message = "a run is resumed with its original configuration; these keys cannot be overridden"
+            raise ConfigError(Problem(others[0], message, given=others, allowed=ALLOWED_WITH_RESUME))
+        recorded = read_record(Path(str(raw["resume"])), "resume")["config"]
+        raw = {**recorded, **{key: raw[key] for key in ALLOWED_WITH_RESUME}}
     parsed = parse_config(raw)
     check_rules(parsed.rules, parsed.hooks)
     return parsed, raw
-
-
-ALLOWED_WITH_RESUME = ("resume", "quiet", "plan", "report")
-
-
-def _recorded_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    path = str(raw["resume"])
-    others = [key for key in overrides if key not in ALLOWED_WITH_RESUME and not key.startswith("hydra.")]
-    if others:
-        message = "a run is resumed with its original configuration; these keys cannot be overridden"
-        raise ConfigError(Problem(others[0], message, given=others, allowed=ALLOWED_WITH_RESUME))
-    config: dict[str, Any] = read_record(Path(path), "resume")["config"]
-    return {**config, **{key: raw[key] for key in ALLOWED_WITH_RESUME}}
 
 
 def _resolved(value: Any) -> Any:

@@ -31,7 +31,6 @@ from .hydra_errors import composition_problem
 
 RUN = "RUN"  # the argument, for error messages
 CONFIG_NAME = "replayed_run"  # root configuration of the replay, which is not a file
-COUNTERFACTUAL_SUFFIX = "_counterfactual"
 # An override below these keys changes no value of the training. The device and a dataset in another folder are compared
 # with those of the run.
 ALLOWED = (
@@ -42,18 +41,12 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run that can be replayed.
-
-    Attributes:
-        record: The content of its run.json, with the current status.
-        done: The number of completed steps that were recorded.
-        steps: The planned number of steps; None if the length is given in epochs or the run does not train.
-    """
+    """A run that can be replayed."""
 
     folder: Path
-    record: Mapping[str, Any]
-    done: int
-    steps: int | None
+    record: Mapping[str, Any]  # the content of its run.json, with the current status
+    done: int  # the number of completed steps that were recorded
+    steps: int | None  # the planned number of steps; None if the length is given in epochs or the run does not train
 
     @classmethod
     def open(cls, path: str, *, force: bool) -> RecordedRun:
@@ -218,21 +211,15 @@ def is_required(spec: HookSpec) -> bool:
 
 @dataclass(frozen=True)
 class ReplayHooks:
-    """The hooks of a replay.
-
-    Attributes:
-        left_out: The record hooks of the run that are not scheduled in the window.
-        changed: The interventions that differ from those of the run.
-        first_step: The first step at which a changed intervention runs or is missing; for an evaluation, the number of
-            completed steps. None without changed interventions.
-        changes_evaluation: Whether a changed intervention runs in evaluations or on the probe batch.
-    """
+    """The hooks of a replay."""
 
     specs: dict[str, HookSpec]
-    left_out: tuple[str, ...]
-    changed: tuple[str, ...]
+    left_out: tuple[str, ...]  # the record hooks of the run that are not scheduled in the window
+    changed: tuple[str, ...]  # the interventions that differ from those of the run
+    # The first step at which a changed intervention runs or is missing; for an evaluation, the number of completed steps. None without
+    # changed interventions.
     first_step: int | None
-    changes_evaluation: bool
+    changes_evaluation: bool  # whether a changed intervention runs in evaluations or on the probe batch
 
     @classmethod
     def of(cls, run: RecordedRun, given: Mapping[str, HookSpec], window: range, *, intervene: bool) -> ReplayHooks:
@@ -264,7 +251,7 @@ class ReplayHooks:
             if restricted is not None:
                 if name in changed:
                     starts += _first(restricted)
-                new = f"{name}{COUNTERFACTUAL_SUFFIX}" if name in before else name
+                new = f"{name}_counterfactual" if name in before else name
                 specs[new] = restricted.model_copy(update={"name": new})
             elif original.get(name) == spec:
                 left_out.append(name)

@@ -52,17 +52,14 @@ COLOURS = {
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("sweep")
     parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
-    parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
-    add_json(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
+    add_json(how)
     return parser
 
 
 @with_arguments(command_line)
 def main(args: argparse.Namespace) -> int:
-    if args.rerun and args.json:
-        command_line().error(
-            "--json lists the jobs, and cannot be combined with --rerun, which prints the output of the jobs"
-        )
     if args.rerun:
         _rerun(args.folder)
     return _show(args.folder, as_json=args.json)

@@ -56,20 +56,17 @@ class HydraCallback(Callback):
     """Lock of the sweep folder, held while the sweep runs."""
     snapshot: ClassVar[Snapshot | None] = None
     """Snapshot of the folder of the run or sweep, taken before it was used."""
+    plan_folder: ClassVar[TemporaryDirectory[str] | None] = None
+    """Temporary folder of a sweep whose plans are printed."""
 
     def __init__(self) -> None:
-        self.plan_folder: TemporaryDirectory[str] | None = None
         self.arguments = sys.argv
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for the processes of a launcher, which have no plan folder to remove."""
-        return {"plan_folder": None, "arguments": self.arguments}
 
     @classmethod
     def release_lock(cls) -> None:
         if cls.lock is not None:
             cls.lock.release()
-        cls.sweep_folder = cls.lock = cls.snapshot = None
+        cls.sweep_folder = cls.lock = cls.snapshot = cls.plan_folder = None
 
     @classmethod
     def restore_folder(cls) -> bool:
@@ -129,8 +126,8 @@ class HydraCallback(Callback):
                 check_search(config.hydra)
             prepare_launcher(config)
             if config.get("plan"):
-                self.plan_folder = TemporaryDirectory(prefix="instrument-plan-")
-                set_sweep_folder(config, Path(self.plan_folder.name))
+                HydraCallback.plan_folder = TemporaryDirectory(prefix="instrument-plan-")
+                set_sweep_folder(config, Path(HydraCallback.plan_folder.name))
             else:
                 HydraCallback.sweep_folder = self._begin(config)
 
@@ -154,8 +151,8 @@ class HydraCallback(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Print the summary of a finished sweep, or remove the temporary folder of its plans."""
-        if self.plan_folder is not None:
-            self.plan_folder.cleanup()
+        if HydraCallback.plan_folder is not None:
+            HydraCallback.plan_folder.cleanup()
             return
         if HydraCallback.sweep_folder is None:
             return

@@ -96,7 +96,7 @@ _verb: list[str] = []
 """The verb of the command line; empty without one."""
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 

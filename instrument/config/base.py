@@ -112,15 +112,10 @@ def implementation(name: str) -> Any:
 
 
 class HookBase(Selection):
-    """The fields that all hook specs share. Each action adds its own.
+    """The fields that all hook specs share. Each action adds its own."""
 
-    Attributes:
-        needs_value: Whether the action requires the tensor that a gradient belongs to.
-        uses_parameters: Whether a hook on the loss gets the parameters of its layers.
-    """
-
-    needs_value: ClassVar[bool] = False
-    uses_parameters: ClassVar[bool] = False
+    needs_value: ClassVar[bool] = False  # whether the action requires the tensor that a gradient belongs to
+    uses_parameters: ClassVar[bool] = False  # whether a hook on the loss gets the parameters of its layers
     if TYPE_CHECKING:
         action: str
 
@@ -355,12 +350,9 @@ class ObservationSpec(HookBase):
 
 
 class InterventionSpec(HookBase):
-    """A hook that changes the tensor it sees.
+    """A hook that changes the tensor it sees."""
 
-    Attributes:
-        entrywise: Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and positions do not matter.
-    """
-
+    # Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and positions do not matter.
     entrywise: ClassVar[bool] = False
 
     def build(self, rows: Any, archive: Any) -> Any:

@@ -78,7 +78,6 @@ Statistics = Annotated[
         }
     ),
 ]
-MAX_KEPT_STEPS = 10_000
 
 
 # The brackets exclude the tags from the keys in messages.
@@ -163,7 +162,7 @@ class RecordSpec(_WithTableFields):
         description="A number N: limit the recorded tensors, and a 'slice', to the first N samples (dimension 0). A list: record "
         "only the samples at these indices.",
     )
-    keep: Annotated[int, Field(ge=1, le=MAX_KEPT_STEPS)] | None = Field(
+    keep: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
         None,
         description="Keep the tensors of the last N recorded steps in memory. They are written when the rule of 'when' fires (default: "
         "each rule non_finite), or when the run fails.",

@@ -196,26 +196,23 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
         ConfigError: Two files define the same name. The error names both.
     """
     lists = {str(default.config_path): [*_listed(result)] for default, result in zip(defaults, results, strict=True)}
-    labels = {
-        str(default.config_path): _label_of(default, result) for default, result in zip(defaults, results, strict=True)
-    }
     root = [entry for default in defaults if default.primary for entry in lists[str(default.config_path)]]
-    owners: dict[tuple[str, str], list[str]] = {}
+    owners: dict[
+        tuple[str, str], dict[str, str]
+    ] = {}  # by section and name, the files that define it, with their labels
     problems: list[Problem] = []
     for default, result in zip(defaults, results, strict=True):
         file = str(default.config_path)
         for section, name in _defined_names(default, result):
-            others = owners.setdefault((section, name), [])
+            label = f"the configuration {file!r}" if result.path.startswith("structured:") else f"{file}.yaml"
+            others = owners.setdefault((section, name), {})
             allowed = {*root, *_reachable(file, lists), file}
-            problems += [_clash(section, name, labels[other], labels[file]) for other in others if other not in allowed]
-            others.append(file)
+            for first in [first for other, first in others.items() if other not in allowed]:
+                message = f"two configurations define this name: {first} and {label}; their fields would be merged"
+                fix = f"rename one of them, or change single fields on the command line: {section}.{name}.FIELD=VALUE"
+                problems.append(Problem(f"{section}.{name}", message, fix=fix))
+            others[file] = label
     raise_problems(problems)
-
-
-def _label_of(default: ResultDefault, result: ConfigResult) -> str:
-    """Return the name of a configuration for messages: a file, or a configuration that code has stored."""
-    is_stored = result.path.startswith("structured:")
-    return f"the configuration {default.config_path!r}" if is_stored else f"{default.config_path}.yaml"
 
 
 def _defined_names(default: ResultDefault, result: ConfigResult) -> Iterator[tuple[str, str]]:
@@ -252,12 +249,6 @@ def _reachable(file: str, lists: Mapping[str, Sequence[str]]) -> set[str]:
                     files.add(path)
                     waiting.append(path)
     return files
-
-
-def _clash(section: str, name: str, first: str, second: str) -> Problem:
-    message = f"two configurations define this name: {first} and {second}; their fields would be merged"
-    fix = f"rename one of them, or change single fields on the command line: {section}.{name}.FIELD=VALUE"
-    return Problem(f"{section}.{name}", message, fix=fix)
 
 
 class WorkingDirectoryConf(SearchPathPlugin):

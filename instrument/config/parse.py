@@ -144,25 +144,18 @@ def _parse_section(
                 raise ConfigError(Problem(f"{where}.name", message, given=value["name"], fix="remove 'name'"))
             if name in specs:
                 raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
-            model = _model_of(section, model_for, value, where)
+            try:
+                model: type[BaseModel] = model_for(value, where)
+            except ConfigError as error:  # its action is unknown; fields that no action has are reported too
+                known = fields_of_specs(section)
+                others = [str(key) for key in value if key not in (*known, "name")]
+                unknown = [_unknown(key, value[key], known, where) for key in others]
+                raise ConfigError(*error.problems, *unknown) from None
             specs[name] = build(model, {**defaults, **value, "name": name}, where)
         except ConfigError as error:
             problems += error.problems
     raise_problems(problems)
     return specs
-
-
-def _model_of(
-    section: str, model_for: Callable[[Mapping[str, Any], str], Any], value: Mapping[str, Any], where: str
-) -> type[BaseModel]:
-    """Return the model of a spec. If its action is unknown, fields that no action has are reported too."""
-    try:
-        model: type[BaseModel] = model_for(value, where)
-    except ConfigError as error:
-        known = fields_of_specs(section)
-        unknown = [str(key) for key in value if key not in (*known, "name")]
-        raise ConfigError(*error.problems, *(_unknown(key, value[key], known, where) for key in unknown)) from None
-    return model
 
 
 def _unknown(field: str, given: object, fields: Sequence[str], where: str) -> Problem:

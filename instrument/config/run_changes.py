@@ -64,15 +64,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class RepeatedChanges:
-    """The changes that `instrument.control` made during a run, as its replay repeats them, each with the number of completed steps.
+    """The changes that `instrument.control` made during a run, as its replay repeats them, each with the number of completed steps."""
 
-    Attributes:
-        settings: The settings at the start of the run, of the hooks whose changes are repeated.
-        left_out: The others in the steps of the replay: they concern hooks that the replay does not have, or has otherwise.
-    """
-
-    settings: Settings
+    settings: Settings  # the settings at the start of the run, of the hooks whose changes are repeated
     repeated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    # The others in the steps of the replay: they concern hooks that the replay does not have, or has otherwise.
     left_out: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 

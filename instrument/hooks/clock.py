@@ -211,44 +211,33 @@ def take(items: list[Item]) -> list[Item]:
 
 @dataclass
 class Clock:
-    """The current time of a probe, shared by all of its sites.
-
-    Attributes:
-        micro_step_index: The number of micro-steps so far, over all phases. Per-micro-step state is reset by it.
-        in_graphs: Whether any hook on modules is scheduled. Otherwise, compiled code runs without them.
-        amp_scale: Returns the factor by which a gradient scaler multiplies the loss; None without a scaler.
-        timer: Measures the time of hooks; None if it is not measured.
-        parallel: How several processes train together; None for a single one.
-        layout: How tensors are placed on the mesh of the processes; None without a mesh.
-        replicas: The number of processes whose gradients of different batches are averaged or summed.
-        sums_gradients: Whether they are summed.
-        in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
-        named_at: The micro-step whose samples are named by `sample_ids`.
-        sample_ids: The ids of these samples.
-        sample_targets: Their targets, a tensor whose dimension 0 is that of the samples; None if unknown.
-        after_wrapper: The optimizers whose wrapper makes a step, and the hooks to call at its end; None before those of the optimizer.
-        begun: The optimizers whose hooks before the step ran already, although PyTorch calls them again at `super().step()`.
-    """
+    """The current time of a probe, shared by all of its sites."""
 
     moment: StepContext
     seed: int = 0
+    # The number of micro-steps so far, over all phases. Per-micro-step state is reset by it.
     micro_step_index: int = 0
     closed: bool = False
+    # Whether any hook on modules is scheduled. Otherwise, compiled code runs without them.
     in_graphs: bool = False
+    # Returns the factor by which a gradient scaler multiplies the loss; None without a scaler.
     amp_scale: Callable[[], Tensor] | None = None
-    timer: HookTimer | None = None
-    parallel: Parallel | None = None
+    timer: HookTimer | None = None  # measures the time of hooks; None if it is not measured
+    parallel: Parallel | None = None  # how several processes train together; None for a single one
     rank: int = 0
-    layout: MeshLayout | None = None
-    replicas: int = 1
-    sums_gradients: bool = False
+    layout: MeshLayout | None = None  # how tensors are placed on the mesh of the processes; None without a mesh
+    replicas: int = 1  # the number of processes whose gradients of different batches are averaged or summed
+    sums_gradients: bool = False  # whether they are summed
     phases: set[str] = field(default_factory=set)
     kept: TensorStore = field(default_factory=TensorStore)
-    in_checkpoint: bool = False
-    named_at: int = -1
-    sample_ids: SampleIds | None = None
+    in_checkpoint: bool = False  # whether the run saves its own checkpoint, which interventions do not change
+    named_at: int = -1  # the micro-step whose samples are named by `sample_ids`
+    sample_ids: SampleIds | None = None  # the ids of these samples
+    # Their targets, a tensor whose dimension 0 is that of the samples; None if unknown.
     sample_targets: Tensor | None = None
+    # The optimizers whose wrapper makes a step, and the hooks to call at its end; None before those of the optimizer.
     after_wrapper: dict[Optimizer, Callable[[], None] | None] = field(default_factory=dict)
+    # The optimizers whose hooks before the step ran already, although PyTorch calls them again at `super().step()`.
     begun: set[Optimizer] = field(default_factory=set)
     _boundary: tuple[StepContext | None, StepContext] = field(init=False)
 

@@ -57,25 +57,16 @@ def export_refusal(attached_hooks: Sequence[AttachedHook]) -> str:
 
 
 class Places(NamedTuple):
-    """The sites at a module by the tensors on which they act, in order.
+    """The sites at a module by the tensors on which they act, in order."""
 
-    Attributes:
-        pre: Inputs before the forward pass.
-        forward_input: Inputs after it.
-        output: Outputs.
-        output_gradients: Gradients of outputs. Those that can change an incoming gradient precede those that record it.
-        contributions: The contributions of the module to the gradients of its inputs.
-        totals: The gradients of the inputs.
-        changes: Differences of outputs and inputs.
-    """
-
-    pre: list[AttachedHook]
-    forward_input: list[AttachedHook]
-    output: list[AttachedHook]
+    pre: list[AttachedHook]  # inputs before the forward pass
+    forward_input: list[AttachedHook]  # inputs after it
+    output: list[AttachedHook]  # outputs
+    # Gradients of outputs. Those that can change an incoming gradient precede those that record it.
     output_gradients: list[AttachedHook]
-    contributions: list[AttachedHook]
-    totals: list[AttachedHook]
-    changes: list[AttachedHook]
+    contributions: list[AttachedHook]  # the contributions of the module to the gradients of its inputs
+    totals: list[AttachedHook]  # the gradients of the inputs
+    changes: list[AttachedHook]  # differences of outputs and inputs
 
     @classmethod
     def of(cls, attached_hooks: Sequence[AttachedHook]) -> Places:
@@ -99,11 +90,7 @@ class Places(NamedTuple):
 
 
 class GraphHooks:
-    """The hooks of one group.
-
-    Attributes:
-        obstacle: Why the hooks cannot be part of a graph; None if they can.
-    """
+    """The hooks of one group."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls) -> None:
         self.clock = calls.clock
@@ -120,6 +107,7 @@ class GraphHooks:
         self._acts_before = bool(self.pre or self.contributions)
         self._is_simple_module = of_torch and not module._modules
         self.refresh()
+        # Why the hooks cannot be part of a graph; None if they can.
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
         self._fired: dict[AttachedHook, tuple[int, int]] = {}  # the micro-step and the call in which a site fired last

@@ -156,16 +156,11 @@ for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
 
 
 class Stage(NamedTuple):
-    """Consecutive hooks on the same tensors.
-
-    Attributes:
-        changes: Whether its hooks are interventions.
-        needs_owner: Whether any of them needs the owner of a gradient.
-    """
+    """Consecutive hooks on the same tensors."""
 
     number: int
-    changes: bool
-    needs_owner: bool
+    changes: bool  # whether its hooks are interventions
+    needs_owner: bool  # whether any of them needs the owner of a gradient
 
 
 class _Change(torch.autograd.Function):

@@ -68,14 +68,11 @@ _UNMEASURED = nullcontext()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HookedModule(RunningModule):
-    """A call of a module whose functions are hooked. Its observers are the scheduled hooks.
-
-    Attributes:
-        called: The hooks whose functions were called, by code that is not compiled.
-    """
+    """A call of a module whose functions are hooked. Its observers are the scheduled hooks."""
 
     call: Call
     leaf_hooks: LeafHooks
+    # The hooks whose functions were called, by code that is not compiled.
     called: set[AttachedHook] = field(default_factory=set)
     fired: set[AttachedHook] = field(default_factory=set)
     obstacles: dict[AttachedHook, str] = field(default_factory=dict)

@@ -109,17 +109,11 @@ class ViewRegion(NamedTuple):
 
 
 class ViewBase(NamedTuple):
-    """The position in the graph of a view's base tensor. The gradient there belongs to the view before it was modified in place.
+    """The position in the graph of a view's base tensor. The gradient there belongs to the view before it was modified in place."""
 
-    Attributes:
-        node: The node whose output the base is.
-        output: The index of this output.
-        base, view: The tensors without a graph.
-    """
-
-    node: Any
-    output: int
-    base: Tensor
+    node: Any  # the node whose output the base is
+    output: int  # the index of this output
+    base: Tensor  # without a graph, like the view
     view: Tensor
 
     @classmethod
@@ -160,15 +154,12 @@ def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
 
 @dataclass(slots=True, eq=False)
 class LeafHook:
-    """The hook of one call on a leaf tensor.
-
-    Attributes:
-        graph_passes: The backward passes through an output of the call, as long as its graph exists; None if the graph is unknown.
-        micro_step_index: The micro-step in which it was registered; -1 if it had fired when a later call registered a hook.
-    """
+    """The hook of one call on a leaf tensor."""
 
     hook: Hook
+    # The backward passes through an output of the call, as long as its graph exists; None if the graph is unknown.
     graph_passes: weakref.ref[set[int]] | None
+    # The micro-step in which it was registered; -1 if it had fired when a later call registered a hook.
     micro_step_index: int
     has_fired: bool = False
 

@@ -42,18 +42,12 @@ RECORD_OPERATOR: Any = torch.ops.instrument.record_operator.default
 
 
 class OperatorSchema(NamedTuple):
-    """The properties of an operator.
-
-    Attributes:
-        written: The positions and names of the arguments that it changes.
-        unread: Those of them whose values it does not read.
-        has_values: Whether its outputs have new values: it is not a view, and does not leave them uninitialized.
-    """
+    """The properties of an operator."""
 
     name: str
-    written: tuple[tuple[int, str], ...]
-    unread: tuple[tuple[int, str], ...]
-    has_values: bool
+    written: tuple[tuple[int, str], ...]  # the positions and names of the arguments that it changes
+    unread: tuple[tuple[int, str], ...]  # those of them whose values it does not read
+    has_values: bool  # whether its outputs have new values: it is not a view, and does not leave them uninitialized
     is_random: bool
 
 

@@ -17,13 +17,7 @@ from .plain_calls import FiringCounts
 
 
 class HookCoverage(FiringCounts):
-    """Counts the opportunities and firings of a site.
-
-    Attributes:
-        opportunities, firings: Counts of the current micro-step. An opportunity is a call of its module, or a step of its optimizer.
-        expected, fired: Counts of all earlier micro-steps.
-        has_notes: Whether a miss, an exemption or a repeated gradient was noted in the current micro-step.
-    """
+    """Counts the opportunities of a site, which are calls of its module or steps of its optimizer, and its firings."""
 
     __slots__ = (
         "_exempt",
@@ -46,8 +40,7 @@ class HookCoverage(FiringCounts):
         self.clock = clock
         self.frequency = site.spec.definition.frequency
         self.default_reason = default_reason(site.spec.definition)
-        self.expected = 0
-        self.fired = 0
+        self.expected = self.fired = 0  # in all earlier micro-steps
         self.reasons: Counter[str] = Counter()  # of expected firings
         self.exemptions: Counter[str] = Counter()  # of opportunities that do not count as expected
         self.other_phases: set[str] = set()  # phases in which it had an opportunity but was not scheduled
@@ -55,6 +48,7 @@ class HookCoverage(FiringCounts):
         self.module_calls: Calls | None = None  # of its module, if that has a forward hook
         self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
         self.opportunities = self.firings = 0  # in the current micro-step
+        # Whether a miss, an exemption or a repeated gradient was noted in the current micro-step.
         self.has_notes = self._is_repeated = False
         self._misses: list[str] = []
         self._exempt: list[str] = []

@@ -182,9 +182,6 @@ class SuspendableModuleHooks(InertWhenCopied):
     """Base of hooks that see the calls of one module.
 
     They are suspended if no site is scheduled, in each phase after the first call of the module.
-
-    Attributes:
-        unscheduled: The sites that are not scheduled. Empty after the next call of the module.
     """
 
     def __init__(
@@ -198,7 +195,7 @@ class SuspendableModuleHooks(InertWhenCopied):
             attached.module_calls = self.calls
         self._lock = threading.RLock()
         self.active = False
-        self.unscheduled: list[AttachedHook] = []
+        self.unscheduled: list[AttachedHook] = []  # empty after the next call of the module
         self.hooks = SuspendableHooks(may_suspend=suspend)
 
     def refresh(self) -> None:

@@ -94,10 +94,6 @@ class MeshLayout:
 
     Raises:
         ConfigError: A declared placement is invalid, or matches no module.
-
-    Attributes:
-        is_model_parallel: Whether processes divide the tensors of a sample.
-        unknown: A description of each site with a tensor of unknown placement.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class MeshLayout:
         from torch.distributed.tensor import Replicate
 
         self.reduces = reduces
-        self.unknown: dict[tuple[str, str, str], None] = {}
+        self.unknown: dict[tuple[str, str, str], None] = {}  # the sites with a tensor of unknown placement
         self._dims = mesh_dims(mesh)
         styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
         self._styles = {
@@ -134,7 +130,7 @@ class MeshLayout:
         self._has_unknown_dims = any(
             dim.name not in names and not any({*dim.ranks} <= group for group in known) for dim in self._model
         )
-        self.is_model_parallel = bool(self._model)
+        self.is_model_parallel = bool(self._model)  # whether processes divide the tensors of a sample
         self._replicate = Replicate()
         self._replicated = tuple(self._replicate for _ in self._model)
         self.batches = math.prod(len(dim.ranks) for dim in self._dims if dim not in self._model)

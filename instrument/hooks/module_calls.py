@@ -39,34 +39,23 @@ _FEW_CALLS = 100  # whose inputs are known, before those are removed that are no
 
 
 class Call:
-    """One call of a module.
+    """One call of a module."""
 
-    Attributes:
-        index: The index within the micro-step, from 0, in the order in which calls started.
-        origin: The index of the call whose random numbers it repeats. Its own index if it repeats none.
-        is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
-        segment: The innermost checkpoint segment of the call; None outside of segments.
-        repeats: Whether it runs in a backward pass and repeats an earlier call.
-        on_output: Called with the output of the module after it has run.
-        versions: The versions of the input tensors, by identity; None if they are not needed.
-        copies: The containers that the module gets instead of those of the caller.
-        first_input: The first tensor of the arguments, and a copy of it, which the module does not change; None if not needed.
-    """
-
-    on_output: Callable[[Any], None] | None = None
-    versions: dict[int, int] | None = None
-    copies: Sequence[CopiedContainer] = ()
+    on_output: Callable[[Any], None] | None = None  # called with the output of the module after it has run
+    versions: dict[int, int] | None = None  # of the input tensors, by identity; None if they are not needed
+    copies: Sequence[CopiedContainer] = ()  # the containers that the module gets instead of those of the caller
+    # The first tensor of the arguments, and a copy of it, which the module does not change; None if not needed.
     first_input: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self, index: int, origin: int, micro_step_index: int, is_recomputed: bool = False, segment: object | None = None
     ) -> None:
-        self.index = index
-        self.origin = origin
+        self.index = index  # within the micro-step, from 0, in the order in which calls started
+        self.origin = origin  # the index of the call whose random numbers it repeats, or its own index
         self.micro_step_index = micro_step_index
-        self.is_recomputed = is_recomputed
-        self.segment = segment
-        self.repeats = is_recomputed or origin != index
+        self.is_recomputed = is_recomputed  # by activation checkpointing, during the backward pass
+        self.segment = segment  # the innermost checkpoint segment of the call; None outside of segments
+        self.repeats = is_recomputed or origin != index  # an earlier call, in a backward pass
 
     @property
     def graph_is_discarded(self) -> bool:
@@ -82,17 +71,13 @@ class Calls:
     """The calls of one module. Several are active at once if the module calls itself, or runs in several threads.
 
     The hook groups of a module share this object, so that a call has the same index in all of them.
-
-    Attributes:
-        note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
-        is_shared: Whether the module has several hook groups.
-        indices: The index of the next call, and the open call that `PlainCalls.enter` began.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        # Whether a call that repeats an earlier one is recognized by its inputs, and whether the module has several hook groups.
         self.note_inputs = self.is_shared = self._has_group = False
-        self.indices = CallIndices()
+        self.indices = CallIndices()  # of the next call, and the open call that `PlainCalls.enter` began
         self._lock = threading.Lock()
         self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
         # By thread, if the object is shared: the call that started last, and the groups that have seen its start.

@@ -40,19 +40,15 @@ class SeparateGradients:
 
     Args:
         count_misses: Called with the reason if the gradients are not those of the call.
-
-    Attributes:
-        aliases: The separate arguments of the second evaluation, by path. Empty if it was not possible.
-        precision: The type with the lowest precision in the computation.
     """
 
     def __init__(self, hooks: Mapping[str, Hook], count_misses: Callable[[str], None]) -> None:
         self.hooks = hooks
         self.count_misses = count_misses
-        self.aliases: dict[str, Tensor] = {}
+        self.aliases: dict[str, Tensor] = {}  # of the second evaluation, by path; empty if it was not possible
         self.outputs: list[Tensor] = []
         self.returned: str | None = None
-        self.precision = torch.float64
+        self.precision = torch.float64  # the lowest one in the computation
         self.obstacle = (
             "the gradients of the arguments do not add up to that of the tensor, as in a double backward pass or with hooks that "
             "change gradients in the module"

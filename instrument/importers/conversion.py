@@ -24,19 +24,12 @@ _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DO
 
 @dataclass
 class ConvertedExperiment:
-    """The result of a conversion.
+    """The result of a conversion."""
 
-    Attributes:
-        tool: The name of the other tool.
-        settings: Root keys of the experiment other than hooks.
-        hooks: The hooks by name, as in YAML.
-        notes: What has no counterpart or differs, in the order of the source.
-    """
-
-    tool: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    tool: str  # the name of the other tool
+    settings: dict[str, Any] = field(default_factory=dict)  # root keys of the experiment other than hooks
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)  # the hooks by name, as in YAML
+    notes: list[str] = field(default_factory=list)  # what has no counterpart or differs, in the order of the source
 
     def note(self, where: str, message: str) -> None:
         """Add a note, unless it exists: the key in the source, and what has no counterpart there or differs."""

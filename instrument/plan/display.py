@@ -205,8 +205,9 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
         matched_by_glob = [layer for layer in unmatched if not spec.structure and layer.is_named(spec.globs)]
         of_sites = {id(site.parameter) for site in sites}
         unhooked = {key: names for key, names in plan.layers.parameter_names.items() if key not in of_sites}
-        for label, layers in _unselected(spec, matched_by_glob, unhooked):
-            yield f"{name}: {label}: {shorten([layer.label for layer in layers], 4)}"
+        reasons = {layer.label: _why_unselected(spec, layer, unhooked) for layer in matched_by_glob}
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            yield f"{name}: {reason}: {shorten([label for label, each in reasons.items() if each == reason], 4)}"
         if spec.definition.family == "module":
             uncalled = [site.label for site in sites if id(site.layer.module) not in inferred_by_phase[spec.phase]]
             if uncalled:
@@ -214,34 +215,18 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
     yield from (remark.message for remark in remarks(plan))
 
 
-def _unselected(
-    spec: HookSpec, matched_by_glob: list[Layer], unhooked: Mapping[int, Iterable[str]]
-) -> Iterator[tuple[str, list[Layer]]]:
-    """Yield the layers that the globs match but another field excludes, by the reason."""
-    of_other_type = [layer for layer in matched_by_glob if spec.types and not any(map(layer.is_a, spec.types))]
-    excluded = [layer for layer in matched_by_glob if layer.is_named(spec.exclude)]
-    rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]
-    of_parameters = spec.definition.family != "module"
-    without_parameters = [
-        layer for layer in rest if of_parameters and _only_submodules_have_parameters(spec, layer, unhooked)
-    ]
-    if of_other_type:
-        yield f"not of type {' or '.join(spec.types)}", of_other_type
-    if excluded:
-        yield "excluded by 'exclude'", excluded
-    if without_parameters:
-        yield "contains no parameters directly", without_parameters
-    containers = [layer for layer in rest if layer.is_container and not of_parameters]
-    if containers:
-        yield "a container, which is never called", containers
-
-
-def _only_submodules_have_parameters(spec: HookSpec, layer: Layer, unhooked: Mapping[int, Iterable[str]]) -> bool:
-    """Return whether a layer has no parameters itself, but submodules with parameters that the spec would select."""
-    if any(True for _ in layer.own_parameters()):
-        return False
-    names = [unhooked[id(parameter)] for parameter in layer.module.parameters() if id(parameter) in unhooked]
-    return any(is_selected(spec, of_parameter) for of_parameter in names)
+def _why_unselected(spec: HookSpec, layer: Layer, unhooked: Mapping[int, Iterable[str]]) -> str | None:
+    """Return why a spec does not select a layer that its globs match; None if this needs no explanation."""
+    if spec.types and not any(map(layer.is_a, spec.types)):
+        return f"not of type {' or '.join(spec.types)}"
+    if layer.is_named(spec.exclude):
+        return "excluded by 'exclude'"
+    if spec.definition.family == "module":
+        return "a container, which is never called" if layer.is_container else None
+    below = [unhooked[id(parameter)] for parameter in layer.module.parameters() if id(parameter) in unhooked]
+    has_own = any(True for _ in layer.own_parameters())
+    is_above = not has_own and any(is_selected(spec, names) for names in below)
+    return "contains no parameters directly" if is_above else None
 
 
 @dataclass

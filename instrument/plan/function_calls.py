@@ -79,10 +79,8 @@ class Owner(NamedTuple):
 class FunctionMode(TorchFunctionMode):
     """Observes the torch functions that one thread calls in running modules.
 
-    A call belongs to the innermost running module that the same spec matched.
-
-    Args:
-        own_hooks: The hooks of this package, and those that shard parameters. The functions that they call are not observed.
+    A call belongs to the innermost running module that the same spec matched. The functions that `own_hooks` call are not observed:
+    the hooks of this package, and those that shard parameters.
     """
 
     def __init__(self, specs: Sequence[HookBase], own_hooks: Iterable[Callable[..., Any]]) -> None:

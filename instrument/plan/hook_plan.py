@@ -150,7 +150,7 @@ def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: 
         layer.names_of(own) if parameter is None else layers.parameter_names[id(parameter)]
         for layer, own, parameter in candidates
     ]
-    _check_params(what, spec, [name for of_tensor in names for name in of_tensor], where)
+    check_params(what, spec, [name for of_tensor in names for name in of_tensor], where)
     sites: dict[object, Site] = {}
     for (layer, own, parameter), of_tensor in zip(candidates, names, strict=True):
         if is_selected(spec, of_tensor):
@@ -174,7 +174,8 @@ def is_selected(spec: Selection, names: Iterable[str]) -> bool:
     return not spec.params or any(matches(pattern, name) for pattern in spec.params for name in names)
 
 
-def _check_params(what: str, spec: Selection, names: Iterable[str], where: str) -> None:
+def check_params(what: str, spec: Selection, names: Iterable[str], where: str) -> None:
+    """Raise a ConfigError for the first pattern of `params` that matches none of the names of parameters or buffers."""
     own_names = list(dict.fromkeys(names))
     for pattern in spec.params:
         if not any(matches(pattern, own) for own in own_names):

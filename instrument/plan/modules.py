@@ -203,30 +203,25 @@ class Layers:
                 names_by_id.setdefault(id(parameter), {}).update(dict.fromkeys(layer.names_of(own)))
         return {key: tuple(names) for key, names in names_by_id.items()}
 
-    def hidden(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules in plain lists, tuples, sets or dicts, which `named_modules` does not find."""
-        module_ids = {id(module) for module in self.model.modules()}
-        modules: dict[int, tuple[str, nn.Module]] = {}
+    def hidden_messages(self) -> list[tuple[str, str]]:
+        """Return a location of each module in plain lists, tuples, sets or dicts, which PyTorch does not find, and a warning about it."""
+        known = {id(module) for module in self.model.modules()}
+        messages: list[tuple[str, str]] = []
         for layer in self.layers:
             for attribute, value in vars(layer.module).items():
                 if attribute.startswith("_") and attribute in vars(nn.Module()):
                     continue
                 owner = f"{layer.name}.{attribute}" if layer.name else attribute
                 for location, item in _plain_items(value, owner):
-                    if isinstance(item, nn.Module) and id(item) not in module_ids:
-                        modules.setdefault(id(item), (location, item))
-        return list(modules.values())
-
-    def hidden_messages(self) -> list[tuple[str, str]]:
-        """Return the location of each hidden module and a warning about it."""
-        return [
-            (
-                location,
-                f"{location} ({type(module).__name__}) is in a plain Python list or dict, where PyTorch does not find it: its "
-                "parameters are not trained, moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict",
-            )
-            for location, module in self.hidden()
-        ]
+                    if isinstance(item, nn.Module) and id(item) not in known:
+                        known.add(id(item))
+                        message = (
+                            f"{location} ({type(item).__name__}) is in a plain Python list or dict, where PyTorch does not find "
+                            "it: its parameters are not trained, moved or saved, and no glob matches it; use nn.ModuleList or "
+                            "nn.ModuleDict"
+                        )
+                        messages.append((location, message))
+        return messages
 
 
 def _plain_items(value: object, location: str, ancestors: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
@@ -244,21 +239,15 @@ def _plain_items(value: object, location: str, ancestors: frozenset[int] = froze
 
 def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
-    inner = _unwrapped(module)
-    if inner is not None:
-        yield from _walk(inner, name, ancestors)
-        return
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    children = dict(module._modules.items())  # those of a TorchScript module are not in a dict
+    for attribute, owners in _WRAPPED.items():
+        if (inner := children.get(attribute)) is not None and not classes.isdisjoint(owners):
+            yield from _walk(inner, name, ancestors)
+            return
     yield name, module
     if id(module) in ancestors:  # a module that contains itself
         return
-    for key, child in module._modules.items():
+    for key, child in children.items():
         if child is not None:
             yield from _walk(child, f"{name}.{key}" if name else key, ancestors | {id(module)})
-
-
-def _unwrapped(module: nn.Module) -> nn.Module | None:
-    classes = {cls.__name__ for cls in type(module).__mro__}
-    for attribute, owners in _WRAPPED.items():
-        if classes & set(owners) and attribute in module._modules:
-            return module._modules[attribute]
-    return None

@@ -6,14 +6,13 @@ It has no side effects: buffers, training flags and random states are restored, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.hooks import RemovableHandle
 
 from ..config.base import HookBase
 from ..errors import ConfigError, Problem, first_line, user_code_location
@@ -124,28 +123,22 @@ def infer_shapes(
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         listing.leave(module_frame()[0])
 
-    handles: list[RemovableHandle] = []
     try:
-        for layer in layers:
-            if layer.is_script:
-                continue
-            handles += [
-                layer.module.register_forward_pre_hook(before, with_kwargs=True),
-                layer.module.register_forward_hook(after, with_kwargs=True),
-            ]
-            if id(layer.module) in by_module:
-                handles.append(layer.module.register_forward_hook(leave, prepend=True, always_call=True))
-        handles += register_pauses_of(listing, (site.layer.module for site in function_sites))
-        with without_side_effects(model, training), torch.enable_grad():
-            forward()
+        with ExitStack() as hooks:
+            for module in (layer.module for layer in layers if not layer.is_script):
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+                if id(module) in by_module:
+                    hooks.enter_context(module.register_forward_hook(leave, prepend=True, always_call=True))
+            for handle in register_pauses_of(listing, (site.layer.module for site in function_sites)):
+                hooks.enter_context(handle)
+            hooks.callback(listing.leave_all)
+            with without_side_effects(model, training), torch.enable_grad():
+                forward()
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(_misfit(error, running, has_called=bool(inferred))) from error
-    finally:
-        listing.leave_all()
-        for handle in reversed(handles):
-            handle.remove()
     return inferred
 
 

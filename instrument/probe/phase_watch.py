@@ -22,9 +22,6 @@ class PhaseWatch(InertWhenCopied):
     Within a step, a call in evaluation mode interrupts the training for its duration.
 
     A phase that other code sets stays until that code restores the previous one.
-
-    Attributes:
-        modules: The modules whose calls are observed; see `entry_modules`.
     """
 
     def __init__(
@@ -33,7 +30,7 @@ class PhaseWatch(InertWhenCopied):
         super().__init__((), clock)
         self.model = model
         self.scheduled = scheduled
-        self.modules = list(entry_modules(model))
+        self.modules = list(entry_modules(model))  # whose calls are observed
         self._set_phase = set_phase
         self._phase = clock.moment.phase
         self._in_step = False

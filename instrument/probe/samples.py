@@ -27,19 +27,13 @@ TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
 @dataclass
 class SampleBatch:
-    """The samples of one micro-step.
-
-    Attributes:
-        ids: One id per sample: int64 [samples], integers or strings.
-        targets: One number per sample: [samples]; None if they are unknown or not scalar.
-        is_checked: Whether a recorded tensor must have as many samples in dimension 0.
-    """
+    """The samples of one micro-step."""
 
     moment: StepContext
     rank: int
-    ids: SampleIds
-    targets: Tensor | None
-    is_checked: bool = field(kw_only=True)
+    ids: SampleIds  # one id per sample: int64 [samples], integers or strings
+    targets: Tensor | None  # one number per sample: [samples]; None if they are unknown or not scalar
+    is_checked: bool = field(kw_only=True)  # whether a recorded tensor must have as many samples in dimension 0
 
     def __post_init__(self) -> None:
         if self.targets is not None:  # the loop may modify its tensors in place before the step ends

@@ -25,9 +25,6 @@ class ScheduledHooks:
             compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
         off_at: Returns the hooks that are turned off at a step: by the rules, or by changes of a running run.
-
-    Attributes:
-        names: The names of the scheduled hooks, without those of checkpoints.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class ScheduledHooks:
         self.attached_hooks = attached_hooks
         self.specs = specs
         self.clock = clock
-        self.names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()  # of the scheduled hooks, without those of checkpoints
         self._on_change = on_change
         self._schedules: dict[str, Schedule] = {}  # by spec
         self._is_scheduled: dict[str, bool] = {}

@@ -19,21 +19,15 @@ FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, SCALE, NUMBERS = range(7)
 
 @dataclass(slots=True)
 class TensorCast:
-    """The cast of a tensor, to compute together with its sums.
-
-    Attributes:
-        scale: The scale of the tensor, a number or float32 on its device.
-        length, inner: The elements are read as [outer, length, inner], with blocks along `length`.
-        outer: The number of these matrices.
-        lost: The numbers, in the widest dtype of the device, where the scale is not set, and the error of each block, [blocks]; None
-            until they are computed.
-    """
+    """The cast of a tensor, to compute together with its sums."""
 
     form: Format
-    scale: float | Tensor
-    outer: int
+    scale: float | Tensor  # the scale of the tensor, a number or float32 on its device
+    outer: int  # the elements are read as [outer, length, inner], with blocks along `length`
     length: int
     inner: int
+    # The numbers, in the widest dtype of the device, where the scale is not set, and the error of each block, [blocks]; None until they are
+    # computed.
     lost: tuple[Tensor, Tensor] | None = None
 
     @classmethod

@@ -41,19 +41,15 @@ _BLOCKS = Distributions((0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99))  # of the error
 
 @dataclass(frozen=True)
 class Casts:
-    """What a cast loses; see `instrument.stats.table_rows.Measure`.
-
-    Attributes:
-        along: The dimension of the blocks.
-        measured: The sums of the tensor; None to measure it.
-        scales: The scale that follows from the previous tensor of the site, by key; a tensor on a device stays there.
-        key: The path, the call, and whether it is recomputed.
-    """
+    """What a cast loses; see `instrument.stats.table_rows.Measure`."""
 
     cast: Cast
-    along: int = -1
+    along: int = -1  # the dimension of the blocks
+    # The sums of the tensor; None to measure it.
     measured: Measured | None = field(default=None, repr=False, compare=False)
+    # The scale that follows from the previous tensor of the site, by key; a tensor on a device stays there.
     scales: dict[Any, float | Tensor] = field(default_factory=dict, repr=False, compare=False)
+    # The path, the call, and whether it is recomputed.
     key: tuple[str, int, bool] = field(default=("", 0, False), repr=False, compare=False)
 
     @property

@@ -27,15 +27,12 @@ class HostCopy:
             of the copy. Default: new memory, with the dtype of the tensor.
         in_background: Whether a CUDA device copies it on a stream of its own. Later operations on the tensor do not wait for the copy,
             since it is made of a copy on the device. Without memory for that, the current stream copies.
-
-    Attributes:
-        memory: The memory, which a device may still write to; see `wait`.
     """
 
     def __init__(self, tensor: Tensor, memory: Tensor | None = None, *, in_background: bool = False) -> None:
         if memory is None:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-        self.memory = memory
+        self.memory = memory  # a device may still write to it; see `wait`
         self._copied: torch.cuda.Event | None = None
         given = tensor = tensor.detach()
         if not tensor.is_cuda:

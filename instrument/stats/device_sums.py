@@ -62,21 +62,13 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class DeviceSums:
-    """The sums of one tensor on a device.
+    """The sums of one tensor on a device."""
 
-    Attributes:
-        row: [COLUMNS], a row of `device_memory`.
-        numel: The number of elements, without the further zeros.
-        zeros: The number of further zeros of a sparse tensor.
-        terms: The measured sums with a term.
-        has_bits: Whether the row has the sum of bits.
-    """
-
-    row: Tensor
-    numel: int
-    zeros: int = 0
-    terms: Sequence[Sum] = ()
-    has_bits: bool = False
+    row: Tensor  # [COLUMNS], a row of `device_memory`
+    numel: int  # the number of elements, without the further zeros
+    zeros: int = 0  # the number of further zeros of a sparse tensor
+    terms: Sequence[Sum] = ()  # the measured sums with a term
+    has_bits: bool = False  # whether the row has the sum of bits
 
     def sums(self) -> Tensor:
         """Return the sums, [1, COLUMNS] on the device."""

@@ -36,14 +36,10 @@ class Experts:
     A tensor of floating point is the logits [..., experts]: the experts of a token are those with the largest logits. A tensor of
     integers is the indices [..., experts per token] of the experts that a router has chosen; others than 0 to experts - 1 do not
     count. If the number of experts is an attribute of the module, tensors of other shapes get no row.
-
-    Attributes:
-        experts: The number of experts per token, or `module` to look it up.
-        capacity_factor: The capacity of an expert, as a multiple of the mean load; None without a capacity.
     """
 
-    experts: int | Literal["module"] = "module"
-    capacity_factor: float | None = None
+    experts: int | Literal["module"] = "module"  # the number of experts per token, or `module` to look it up
+    capacity_factor: float | None = None  # the capacity of an expert, as a multiple of the mean load
     count: int = 0
 
     @property

@@ -33,21 +33,14 @@ _HIGH_POWER = 3  # from which powers of float64 numbers can overflow although th
 
 @dataclass(slots=True)
 class Measured:
-    """The sums of one tensor.
+    """The sums of one tensor."""
 
-    Attributes:
-        row: float64 [COLUMNS]; NaN for missing numbers, and for those on a device.
-        on_device: The sums on a device; None for a CPU tensor.
-        holds: Whether the condition of `when` holds; None without a condition.
-        exact_extremes: The result of `integer_extremes`; None without one.
-        lost: What a cast loses; see `TensorCast`. None without a cast.
-    """
-
+    # float64 [COLUMNS]; NaN for missing numbers, and for those on a device.
     row: Row = field(default_factory=lambda: np.full(len(COLUMNS), np.nan))
-    on_device: DeviceSums | None = None
-    holds: bool | Tensor | None = None
-    exact_extremes: Tensor | None = None
-    lost: tuple[Tensor, Tensor] | None = None
+    on_device: DeviceSums | None = None  # the sums on a device; None for a CPU tensor
+    holds: bool | Tensor | None = None  # whether the condition of `when` holds; None without a condition
+    exact_extremes: Tensor | None = None  # the result of `integer_extremes`; None without one
+    lost: tuple[Tensor, Tensor] | None = None  # what a cast loses; see `TensorCast`
 
     def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
         if self.on_device is not None and isinstance(number, Tensor):

@@ -25,15 +25,12 @@ _FIX = (
 
 @dataclass(frozen=True)
 class PositionLosses:
-    """The mean loss of the positions in each bin; see `instrument.stats.table_rows.Measure`.
+    """The mean loss of the positions in each bin; see `instrument.stats.table_rows.Measure`."""
 
-    Attributes:
-        position_losses: The first position of each bin, ascending. The last bin has no end.
-        targets: The targets of the batch: [N, T]; or [N], those of the last position. Integers, of which -100 and others that are no
-            class do not count. None if they are unknown.
-    """
-
+    # The first position of each bin, ascending. The last bin has no end.
     position_losses: tuple[int, ...]
+    # The targets of the batch: [N, T]; or [N], those of the last position. Integers, of which -100 and others that are no class do not
+    # count. None if they are unknown.
     targets: Tensor | None = field(default=None, repr=False, compare=False)  # the others are equal in all processes
 
     @property

@@ -22,16 +22,11 @@ from .unit_statistics import unit_dim
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The largest singular values, the spectral norm, and two ranks; see `instrument.stats.table_rows.Measure`.
-
-    Attributes:
-        units: The dimension of the units.
-        is_of_batch: Whether the parts of several processes have all units, and different samples.
-    """
+    """The largest singular values, the spectral norm, and two ranks; see `instrument.stats.table_rows.Measure`."""
 
     spectrum: int
-    units: int = 0
-    is_of_batch: bool = False
+    units: int = 0  # the dimension of the units
+    is_of_batch: bool = False  # whether the parts of several processes have all units, and different samples
 
     @property
     def size(self) -> int:

@@ -20,30 +20,21 @@ ATTENTION_ROLES = ("attention", "scores")
 
 @dataclass(frozen=True)
 class Kind:
-    """One hook kind.
+    """One hook kind."""
 
-    Attributes:
-        name: The value of `kind:`; PyTorch's `register_<name>_hook` if it exists.
-        family: The file in `instrument/hooks/` that implements it.
-        frequency: How often it is expected to fire: in every micro-step, once per step around the optimizer step,
-            occasionally, or in each collective operation.
-        roles: The available tensors. The first one is the default. A role that ends in `.*` is a prefix.
-        changes: The roles that an intervention can change.
-        gradient: Whether it requires a backward pass.
-        meaning: What an intervention changes, for the documentation.
-        of_functions: Whether it sees the torch functions that a module calls, and not the module itself.
-        hooks: For a kind of an installed package: the class with the hooks of a module, `package.module:Class`. It is called
-            with the module, the attached hooks and the clock, and has the methods of `HookGroup`.
-    """
-
-    name: str
-    family: Family
+    name: str  # the value of `kind:`; PyTorch's `register_<name>_hook` if it exists
+    family: Family  # the file in `instrument/hooks/` that implements it
+    # How often it is expected to fire: in every micro-step, once per step around the optimizer step, occasionally, or in each collective
+    # operation.
     frequency: Frequency
+    # The available tensors. The first one is the default. A role that ends in `.*` is a prefix.
     roles: tuple[str, ...]
-    changes: tuple[str, ...]
-    gradient: bool
-    meaning: str
-    of_functions: bool = False
+    changes: tuple[str, ...]  # the roles that an intervention can change
+    gradient: bool  # whether it requires a backward pass
+    meaning: str  # what an intervention changes, for the documentation
+    of_functions: bool = False  # whether it sees the torch functions that a module calls, and not the module itself
+    # For a kind of an installed package: the class with the hooks of a module, `package.module:Class`. It is called with the module, the
+    # attached hooks and the clock, and has the methods of `HookGroup`.
     hooks: str | None = None
 
     @property

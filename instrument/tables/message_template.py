@@ -26,15 +26,11 @@ CHECKS_BYTES = 24  # of the checksums of a journal
 
 @dataclass(slots=True, eq=False)
 class NumberColumn:
-    """A column of numbers or booleans.
+    """A column of numbers or booleans."""
 
-    Attributes:
-        values: [rows]. Those of nulls are ignored.
-        nulls: Which rows have no value, bool [rows]; None if all have one.
-    """
-
+    # [rows]. Those of nulls are ignored.
     values: Numbers
-    nulls: Numbers | None = None
+    nulls: Numbers | None = None  # which rows have no value, bool [rows]; None if all have one
 
     def as_type(self, dtype: pa.DataType) -> Numbers:
         """Return the values in a dtype, 0 for nulls."""
@@ -44,30 +40,20 @@ class NumberColumn:
 
 @dataclass(slots=True, eq=False)
 class ListColumn:
-    """A column of lists of integers.
+    """A column of lists of integers."""
 
-    Attributes:
-        lengths: The number of integers of each row, int64 [rows]; -1 for null.
-        values: The integers of all rows, concatenated.
-    """
-
-    lengths: Numbers
-    values: Numbers
+    lengths: Numbers  # the number of integers of each row, int64 [rows]; -1 for null
+    values: Numbers  # the integers of all rows, concatenated
 
 
 @dataclass(slots=True, eq=False)
 class NumberBlock:
-    """Columns of int64 or float64 numbers, which are written together.
+    """Columns of int64 or float64 numbers, which are written together."""
 
-    Attributes:
-        values: float64 [columns, rows]. Those of nulls are ignored.
-        nulls: Which of them have no value, bool [columns, rows]; None if all have one.
-        exact: The int64 columns that float64 would round, by index.
-    """
-
+    # float64 [columns, rows]. Those of nulls are ignored.
     values: Numbers
-    nulls: Numbers | None
-    exact: Mapping[int, Numbers]
+    nulls: Numbers | None  # which of them have no value, bool [columns, rows]; None if all have one
+    exact: Mapping[int, Numbers]  # the int64 columns that float64 would round, by index
 
     def column(self, index: int) -> NumberColumn:
         return NumberColumn(
@@ -82,15 +68,10 @@ Column: TypeAlias = OwnColumn | int
 
 
 class StepColumns(Sequence[Row]):
-    """Rows that were recorded in one step, as columns. They become tuples only if they are read as such.
+    """Rows that were recorded in one step, as columns. They become tuples only if they are read as such."""
 
-    Attributes:
-        schema: The columns, with labels as strings.
-        block: Several of the columns; None if each has its own array.
-    """
-
-    schema: pa.Schema
-    block: NumberBlock | None = None
+    schema: pa.Schema  # the columns, with labels as strings
+    block: NumberBlock | None = None  # several of the columns; None if each has its own array
 
     @property
     @abstractmethod
@@ -121,17 +102,13 @@ class StepColumns(Sequence[Row]):
 
 
 class Message(NamedTuple):
-    """A serialized record batch with room for the checksums of a journal.
-
-    Attributes:
-        buffer: The bytes. They are only valid until the next message of the same template.
-        body: The position in the buffer at which the body begins.
-    """
+    """A serialized record batch with room for the checksums of a journal."""
 
     num_rows: int
     schema: pa.Schema
+    # The bytes. They are only valid until the next message of the same template.
     buffer: bytearray
-    body: int
+    body: int  # the position in the buffer at which the body begins
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Message:

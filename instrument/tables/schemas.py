@@ -26,18 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
-
-    Attributes:
-        type_name: The name of the Arrow type; `label` for text that is stored as a dictionary.
-        unit: The unit; empty if it has none.
-        meaning: What the column contains.
-    """
+    """One column of a table."""
 
     name: str
-    type_name: str
-    unit: str
-    meaning: str
+    type_name: str  # the name of the Arrow type; `label` for text that is stored as a dictionary
+    unit: str  # the unit; empty if it has none
+    meaning: str  # what the column contains
 
     @cached_property
     def type(self) -> pa.DataType:
@@ -59,29 +53,20 @@ def _columns(text: str, before: tuple[Column, ...] = (), *after: Column) -> tupl
 
 @dataclass(frozen=True)
 class Table:
-    """One table: a folder of Parquet files in the folder of a run.
+    """One table: a folder of Parquet files in the folder of a run."""
 
-    Attributes:
-        name: The name of the table and its folder.
-        row: What a row describes.
-        columns: The columns that a row is created with.
-        is_sorted: Whether its files are sorted by `ORDER` and have the column `POSITION` in addition.
-        has_numbers: Whether its numbers are averaged over steps: by charts, trackers, and the comparison of runs.
-        fields: The types of the fields of `record` that request its rows, by name. They are None by default.
-        roles: The roles of tensors of which it can have rows; empty for all.
-        least_dimensions: The number of dimensions that a tensor needs for a row.
-        measured_by: What computes its rows: the path of a class that implements `instrument.stats.table_rows.Measure`. Its arguments
-            are the values of those `fields` that are set.
-    """
-
-    name: str
-    row: str
-    columns: tuple[Column, ...]
-    is_sorted: bool = False
+    name: str  # the name of the table and its folder
+    row: str  # what a row describes
+    columns: tuple[Column, ...]  # the columns that a row is created with
+    is_sorted: bool = False  # whether its files are sorted by `ORDER` and have the column `POSITION` in addition
+    # Whether its numbers are averaged over steps: by charts, trackers, and the comparison of runs.
     has_numbers: bool = False
+    # The types of the fields of `record` that request its rows, by name. They are None by default.
     fields: Mapping[str, Any] = field(default_factory=dict)
-    roles: tuple[str, ...] = ()
-    least_dimensions: int = 0
+    roles: tuple[str, ...] = ()  # the roles of tensors of which it can have rows; empty for all
+    least_dimensions: int = 0  # the number of dimensions that a tensor needs for a row
+    # What computes its rows: the path of a class that implements `instrument.stats.table_rows.Measure`. Its arguments are the values of
+    # those `fields` that are set.
     measured_by: str = ""
 
     @cached_property

@@ -180,7 +180,8 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
     checked_metrics({name: getattr(each, "value", each) for name, each in outcome.metrics.items()})
     if outcome.loss is None:
         if differentiable:
-            raise TypeError("the task returned no loss, but its gradients are required")
+            fix = "set mode=forward; for gradients, also forward.of to a part of the model's output"
+            raise TypeError(f"the task returned no loss, but its gradients are required: {fix}")
         return
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
@@ -228,17 +229,10 @@ def accuracy(outcomes: Sequence[Outcome]) -> Tensor | None:
 
 
 @torch.no_grad()
-def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = None) -> Tensor | None:
-    """Return the mean loss over several batches, weighted by default with their samples: a scalar without gradient.
-
-    None if an outcome has no loss.
-    """
+def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float]) -> Tensor | None:
+    """Return the mean loss over several batches, a scalar without gradient; None if an outcome has no loss."""
     losses = [outcome.loss.detach() for outcome in outcomes if outcome.loss is not None]
-    if len(losses) < len(outcomes):
-        return None
-    if weights is None:
-        weights = [outcome.samples for outcome in outcomes]
-    return _mean(losses, weights)
+    return _mean(losses, weights) if len(losses) == len(outcomes) else None
 
 
 def mean_metrics(outcomes: Sequence[Outcome], weights: Sequence[float]) -> dict[str, WeightedMean]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from .base import Outcome, inputs_of
 
@@ -55,8 +54,8 @@ class WassersteinGAN:
         loss = critic(fake.detach()).mean() - critic(real).mean()
         if torch.is_grad_enabled():  # An evaluation has no gradients, which the penalty requires.
             loss = loss + self.penalty * gradient_penalty(critic, real, fake.detach())
-            with frozen_parameters(critic):
-                loss = loss - critic(fake).mean()
+            fixed = {name: parameter.detach() for name, parameter in critic.named_parameters()}
+            loss = loss - functional_call(critic, fixed, fake).mean()
         return Outcome(loss, len(real))
 
 
@@ -78,16 +77,3 @@ def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(critic(mixture).sum(), mixture, create_graph=True)
     norms: Tensor = gradient.flatten(1).norm(dim=1)
     return (norms - 1).square().mean()
-
-
-@contextmanager
-def frozen_parameters(module: nn.Module) -> Iterator[None]:
-    """Disable the gradients of a module's parameters inside the block. Gradients still pass through the module."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)

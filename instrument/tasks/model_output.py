@@ -29,13 +29,9 @@ class OutputNotice(NamedTuple):
 
 
 class LossOutput:
-    """The choice of one tensor of the output of a model.
+    """The choice of one tensor of the output of a model."""
 
-    Args:
-        text: The path of the tensor, with an optional slice: `"0"`, `logits`, `logits[:, -1]`. None for `main_output`.
-    """
-
-    def __init__(self, text: str | None) -> None:
+    def __init__(self, text: str | None) -> None:  # its path, with an optional slice; None for `main_output`
         self.unit = None if text is None else OutputUnit(output_unit_text(str(text)), "task.output")
 
     def of(self, model: nn.Module, output: Any) -> Tensor:
@@ -143,11 +139,8 @@ class OutputUnit:
 @contextmanager
 def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
     outputs: list[Any] = []
-    handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
+    with model.register_forward_hook(lambda _, __, output: outputs.append(output)):
         yield outputs
-    finally:
-        handle.remove()
 
 
 class Forward(nn.Module):
@@ -155,10 +148,6 @@ class Forward(nn.Module):
 
     The wrappers that reduce gradients over processes need one module that computes the complete loss. It includes
     submodules that the task calls directly, and penalties that hooks add to the loss.
-
-    Args:
-        precision: Returns the autocast context of the task.
-        unit: The part of the output of the model's last call that replaces the loss in the backward pass; None for the loss.
     """
 
     task: Task
@@ -173,8 +162,8 @@ class Forward(nn.Module):
         super().__init__()
         self.model = model
         object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
-        self.precision = precision
-        self.unit = unit
+        self.precision = precision  # returns the autocast context of the task
+        self.unit = unit  # of the output of the model's last call; replaces the loss in the backward pass
 
     def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor | None]:
         """Compute the outcome of a batch and the loss for the backward pass.

@@ -91,7 +91,7 @@ class Generate:
             ValueError: The model is in training mode, or prompts differ in length and the model takes no mask.
         """
         if model.training:
-            raise ValueError("this task computes no loss, so it cannot train a model")
+            raise ValueError("this task computes no loss, so it cannot train a model: set mode=forward")
         if not isinstance(batch, list | tuple) or not batch:
             raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")
         prompts = [self._tokens(prompt, batch) for prompt in batch]

@@ -24,7 +24,7 @@ from ..config.apply import (
 from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
 from ..fields.field_types import Target
 from ..fields.targets import build, locate
-from ..plan.hook_plan import is_selected, select_layers
+from ..plan.hook_plan import check_params, is_selected, select_layers
 from ..plan.modules import Layer, Layers
 from ..plan.shape_inference import without_side_effects
 
@@ -54,20 +54,13 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
                 message = f"{failed}: {type(error).__name__}: {error}"
                 raise ConfigError(Problem(where, message + user_code_location(error))) from error
         if not changed:
-            raise ConfigError(_no_match_problem(spec, order, where))
-
-
-def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:
-    owns = [
-        *dict.fromkeys(name for layer in layers for own, _ in layer.own_parameters() for name in layer.names_of(own))
-    ]
-    if spec.params and owns:
-        close = [name for written in spec.params for name in similar_names(written, owns)]
-        return Problem(f"{where}.params", "this pattern matches no parameter", list(spec.params), owns, close)
-    below = [layer for layer in layers if any(True for _ in layer.module.parameters())]
-    similar = [f"{layer.name}.**".removeprefix(".") for layer in below[:3]]
-    message = "no matched module has such a parameter of its own"
-    return Problem(f"{where}.layers", message, given=list(spec.globs), similar=similar)
+            names = [name for layer in order for own, _ in layer.own_parameters() for name in layer.names_of(own)]
+            if names:
+                check_params("parameter", spec, names, where)
+            below = [layer for layer in order if any(True for _ in layer.module.parameters())]
+            similar = [f"{layer.name}.**".removeprefix(".") for layer in below[:3]]
+            message = "no matched module has such a parameter of its own"
+            raise ConfigError(Problem(f"{where}.layers", message, given=list(spec.globs), similar=similar))
 
 
 @torch.no_grad()

@@ -41,25 +41,16 @@ if TYPE_CHECKING:
     from .distributed.process_group import Processes
 
 VERSION = 7
-TEMPORARY_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        every: The interval between checkpoints, in steps; 0 disables them. A checkpoint is also written after the last step.
-        keep: The number of checkpoints that are kept, the latest ones; None keeps all.
-    """
+    """The checkpoints of one run."""
 
     folder: Path
-    every: int = 0
+    every: int = 0  # steps from one checkpoint to the next; another one is after the last step; 0 disables them
     processes: Processes | None = None
-    keep: int | None = 1
-
-    def is_scheduled(self, step: int, steps: int) -> bool:
-        return bool(self.every) and (step % self.every == 0 or step == steps)
+    keep: int | None = 1  # the number of checkpoints that are kept, the latest ones; None keeps all
 
     def save(
         self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
@@ -121,7 +112,7 @@ class Checkpoints:
 @contextmanager
 def _written_file(path: Path) -> Iterator[tuple[Path, Path]]:
     """Yield the paths of a temporary file, which is removed if the block fails, and of the final one."""
-    temporary = path.with_suffix(TEMPORARY_SUFFIX)
+    temporary = path.with_suffix(".tmp")
     try:
         yield temporary, path
     except BaseException as error:

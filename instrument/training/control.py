@@ -14,25 +14,18 @@ from ..storage.control_folder import Answer, ControlFolder, MessageError
 from .distributed.process_group import Processes
 from .schedulers import LearningRateScale
 
-SENT_TOO_EARLY = "the message was sent before the run was started or resumed"
-
 
 @dataclass
 class Control:
-    """Makes the changes that messages request. With several processes, rank 0 reads them and all follow.
-
-    Args:
-        settings: The settings of the run at its start.
-        lr_scale: The factor of the learning rates; None for the loop of a user, which sets its own.
-        repeated: The changes of another run to repeat, each with the number of completed steps, in order. Default: those
-            of the run itself, if it is resumed.
-    """
+    """Makes the changes that messages request. With several processes, rank 0 reads them and all follow."""
 
     folder: Path
-    settings: Settings
+    settings: Settings  # the settings of the run at its start
     probe: Probe
-    lr_scale: LearningRateScale | None = None
+    lr_scale: LearningRateScale | None = None  # None for the loop of a user, which sets its own learning rates
     processes: Processes | None = None
+    # The changes of another run to repeat, each with the number of completed steps, in order. Default: those of the run itself, if it is
+    # resumed.
     repeated: Sequence[tuple[int, Sequence[str]]] | None = None
 
     def __post_init__(self) -> None:
@@ -49,7 +42,8 @@ class Control:
                 if not is_resumed:
                     self._folder.remove_log()
                 for message in self._folder.messages():
-                    self._folder.answer(message, Answer(probe.step, problem=SENT_TOO_EARLY))
+                    problem = "the message was sent before the run was started or resumed"
+                    self._folder.answer(message, Answer(probe.step, problem=problem))
         while self._logged and self._logged[0][0] <= probe.step:
             self._make(parse_changes(self._logged.pop(0)[1], self.settings))
 

@@ -28,22 +28,15 @@ USUAL_SPLITS = {"data.slice": ("train", "trainval"), "data.eval_slice": ("test",
 
 @dataclass(frozen=True)
 class Data:
-    """The slices of a dataset and their origin.
-
-    Attributes:
-        test: The evaluation slice; None in `mode: forward`, which has no evaluations.
-        probe: The samples of the probe batch; None without one.
-        source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices
-            (None for an iterable dataset), their splits (None for a dataset that takes none), and the reason for the
-            fallback (None if the requested dataset is used).
-        overlap: The warning that samples of a dataset without splits are used for training and for evaluation; None if
-            there are no such samples.
-    """
+    """The slices of a dataset and their origin."""
 
     train: Dataset[Any]
-    test: Dataset[Any] | None
-    probe: Dataset[Any] | None
+    test: Dataset[Any] | None  # the evaluation slice; None in `mode: forward`, which has no evaluations
+    probe: Dataset[Any] | None  # the samples of the probe batch; None without one
+    # The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices (None for an iterable dataset),
+    # their splits (None for a dataset that takes none), and the reason for the fallback (None if the requested dataset is used).
     source: dict[str, Any]
+    # The warning that samples of a dataset without splits are used for training and for evaluation; None if there are no such samples.
     overlap: str | None = None
 
 

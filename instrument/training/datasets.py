@@ -26,9 +26,6 @@ from ..tasks.base import IGNORED
 
 DOWNLOAD_TIMEOUT = 20.0  # Seconds without a response after which a download fails.
 
-CIFAR10_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # see `Images`
-DIGITS_STATS = ((0.3053,), (0.3760,))
-
 
 class DatasetMissingError(Exception):
     """A dataset is not on disk and cannot be downloaded. `fix` is the command that installs the package that it requires."""
@@ -104,7 +101,8 @@ def cifar10(split: str, root: str, download: bool = True) -> Images:
     Raises:
         DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
-    return _images(_torchvision("CIFAR10", split, root, download), CIFAR10_STATS)
+    stats = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    return _images(_torchvision("CIFAR10", split, root, download), stats)
 
 
 def _images(dataset: Any, stats: tuple[Sequence[float], Sequence[float]]) -> Images:
@@ -142,7 +140,7 @@ def digits(split: str, size: int = 8, random_labels: float = 0.0, seed: int = 0)
         generator = torch.Generator().manual_seed(seed)
         is_random = torch.rand(len(targets), generator=generator) < random_labels
         targets = torch.where(is_random, torch.randint(10, (len(targets),), generator=generator), targets)
-    return Images(images, targets, DIGITS_STATS)
+    return Images(images, targets, ((0.3053,), (0.3760,)))
 
 
 def random_tensors(

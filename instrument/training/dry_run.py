@@ -123,38 +123,29 @@ def _run_step(
 
 @dataclass
 class _Step:
-    """The measurements of one step, or of one batch of an evaluation, with hooks.
-
-    Attributes:
-        rows: The number of written rows, by table and spec.
-        tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
-        kept_bytes: By spec with `keep`, the memory of the tensors of the step.
-    """
+    """The measurements of one step, or of one batch of an evaluation, with hooks."""
 
     step: int
     phase: str
-    rows: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    rows: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by table and spec
+    tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # of each tensor, by spec
     seconds: float = 0.0
     hook_seconds: float = 0.0
-    action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # the part of actions, by spec
     firings: Counter[str] = field(default_factory=Counter)
-    kept_bytes: dict[str, int] = field(default_factory=dict)
+    kept_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by spec with `keep`
 
 
 class _CountingSink(ParquetSink):
-    """A sink that counts the rows by table, and those of the current step by spec. `sizes`: of the tensors, in bytes."""
+    """A sink that counts the rows of the current step by table and spec. `sizes`: of all tensors, in bytes."""
 
     def __init__(self, folder: Path, tensors: Literal["list", "bytes"] | None) -> None:
         super().__init__(folder, tensors=tensors)
         self.current = _Step(0, "train")
-        self.rows: Counter[str] = Counter()
         self.sizes: list[int] = []
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         if table in TABLES_OF_ROWS:
-            self.rows[table] += len(rows)
             self.current.rows[table].update(row[HOOK] for row in rows)
         super().write(table, rows)
 
@@ -263,16 +254,15 @@ def _forecast(
         cost[name] = Cost(len(due.steps), rows * due.times, 0, 0.0, memory, tensor_rows * due.times)
     every = experiment.config.train.checkpoint.every
     checkpoints = experiment.steps / every if every else 0.0  # each of them closes the parts of all tables
-    amounts = {table: [1] * profile.sink.rows[table] for table in TABLES_OF_ROWS}
-    amounts["tensors"] = [size + ROW_BYTES for size in profile.sink.sizes]
+    sizes = [size + ROW_BYTES for size in profile.sink.sizes]
     tables = [
-        _bytes_on_disk(folder, TABLES[table], amounts[table], of_specs, checkpoints)
+        _bytes_on_disk(folder, TABLES[table], sizes if table == "tensors" else None, of_specs, checkpoints)
         for table, of_specs in expected.items()
     ]
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
     seconds, fixed = _seconds(profile, baseline, of_steps)
     for name, counted in cost.items():
-        size, tensor_size = round(sum(sizes[name] for sizes in tables)), round(tables[0][name])
+        size, tensor_size = round(sum(of_table[name] for of_table in tables)), round(tables[0][name])
         cost[name] = replace(counted, bytes=size, seconds=seconds.get(name, 0.0), tensor_bytes=tensor_size)
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
@@ -316,12 +306,12 @@ def _usual(measured: Sequence[_Step]) -> _Step:
 
 
 def _bytes_on_disk(
-    folder: Path, table: Table, amounts: Sequence[int], expected: Mapping[str, float], least_parts: float
+    folder: Path, table: Table, amounts: Sequence[int] | None, expected: Mapping[str, float], least_parts: float
 ) -> dict[str, float]:
     """Estimate the size of a table on disk, in bytes by spec, from the rows in the folder of the dry run, with a closed sink.
 
     Args:
-        amounts: The amount of data in each row of the folder: 1, or bytes for rows of different size.
+        amounts: The bytes in each row of the folder, for rows of different size; None for other rows, whose amount is 1.
         expected: By spec, the amount of data in the rows of the run.
         least_parts: The minimum number of parts. Each checkpoint closes a part.
     """
@@ -331,7 +321,7 @@ def _bytes_on_disk(
     files = part_files(folder, table.name).values()
     rows = pa.concat_tables(pq.read_table(file, columns=list(table.names)) for file in files)
     batch = rows.cast(table.plain_schema).combine_chunks().to_batches()[0]
-    half = batch.num_rows // 2
+    half, amounts = batch.num_rows // 2, amounts or [1] * batch.num_rows
     less, full = (_size_of_part(table, batch.slice(0, count)) for count in (half, batch.num_rows))
     growth = max(0.0, (full - less) / sum(amounts[half:]))
     fixed = max(0.0, full - growth * sum(amounts))

@@ -33,7 +33,7 @@ from ..probe.probe import Probe
 from ..probe.samples import targets_of
 from ..rules.requirements import check_references, check_rules
 from ..tables.sink_interface import Sink
-from ..tasks import ForwardOnly, Generate, Task
+from ..tasks import Task
 from ..tasks.base import batch_with_targets, call_task, check_outcome
 from ..tasks.model_output import (
     Forward,
@@ -73,49 +73,34 @@ _ROUNDING = 1e-9  # a learning rate that decreases to 0 may be slightly negative
 
 @dataclass(frozen=True)
 class Experiment:
-    """All objects of a run.
-
-    Attributes:
-        eval_loader: The batches of an evaluation; None in `mode: forward`.
-        uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
-        scaler: The gradient scaler. It is disabled unless the precision is fp16.
-        called_model: The model that the task calls: `model`, or its compiled version.
-        train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
-            wrapper that reduces the gradients.
-        weights: The weights that were loaded; None if the model has its initial weights.
-        output_notice: Which of several outputs of the model the loss uses; None if this is clear.
-        lr_scale: The factor of the learning rates, which can change during the training.
-    """
+    """All objects of a run."""
 
     config: RunConfig
     device: torch.device
     data: Data
     batches: Batches
-    eval_loader: Loader | None
+    eval_loader: Loader | None  # the batches of an evaluation; None in `mode: forward`
     probe_batch: LoadedBatch | None
     length: Length
     task: Task
     model: nn.Module
     optimizer: Optimizer | None
-    uses_closure: bool
+    uses_closure: bool  # whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS
     scheduler: LRScheduler | None
-    scaler: GradScaler
+    scaler: GradScaler  # disabled unless the precision is fp16
     strategy: Strategy
-    called_model: nn.Module
+    called_model: nn.Module  # the model that the task calls: `model`, or its compiled version
+    # The module that computes outcome and loss of a batch, see `Forward`; with several processes, its wrapper that reduces the gradients.
     train_module: nn.Module
     plan: HookPlan
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
-    weights: InitialWeights | None
-    output_notice: OutputNotice | None
-    lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
+    weights: InitialWeights | None  # the weights that were loaded; None if the model has its initial weights
+    output_notice: OutputNotice | None  # which of several outputs of the model the loss uses; None if this is clear
+    lr_scale: LearningRateScale = field(default_factory=LearningRateScale)  # can change during the training
 
     def autocast(self) -> torch.autocast:
         return _autocast(self.config.train.precision, self.device)
-
-    def batch_with_targets(self, batch: Any) -> Any:
-        """Return the part of a batch that has the targets for the table `samples`."""
-        return batch_with_targets(self.task, batch)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -146,7 +131,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     raise_problems(strategy.config_problems(config))
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
-    _check_loss(config, task)
     model = build_module(config.model, "model")
     trains = config.mode == "train"
     data = load_data(config.data, evaluates=trains)
@@ -241,18 +225,6 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
         steps=length.steps,
     )
     check_references(config.rules, plan.specs, [(site.spec.name, site.layer.name) for site in plan.sites])
-
-
-def _check_loss(config: RunConfig, task: Task) -> None:
-    if not isinstance(task, ForwardOnly | Generate):
-        return
-    if config.mode == "train":
-        message = "this task computes no loss, so it cannot train a model"
-        raise ConfigError(Problem("task", message, given=config.task.target, fix="set mode=forward"))
-    if config.forward.grad and config.forward.of is None:
-        message = "this task computes no loss that has gradients"
-        fix = "set forward.grad=false, or forward.of to a part of the model's output"
-        raise ConfigError(Problem("forward.grad", message, given=True, fix=fix))
 
 
 def _load_batches(

@@ -43,10 +43,6 @@ class HookTrials:
     effects, and built-in statistics are not computed, because they cannot fail. The state of an optimizer does not exist
     yet, so only its shape is checked.
 
-    Attributes:
-        misfits: By name of the spec, the problem of the first field that does not fit a tensor.
-        failures: By name of the spec, the first error of its action.
-
     Raises:
         ConfigError: The action of a spec cannot be built, because a function or a run does not exist.
     """
@@ -54,6 +50,7 @@ class HookTrials:
     def __init__(
         self, plan: HookPlan, seed: int, archive: RunArchive, length: Length, phases: Mapping[str, PhaseBatches]
     ) -> None:
+        # By name of the spec: the first field that does not fit a tensor, and the first error of the action.
         self.misfits: dict[str, Problem] = {}
         self.failures: dict[str, Problem] = {}
         self._archive = archive
@@ -149,15 +146,10 @@ class HookTrials:
 
     def _run(self, attached: AttachedHook, value: Any) -> None:
         is_gradient = attached.site.spec.definition.gradient
-        tensors = {
-            path: tensor
-            for path, tensor in iter_tensors(value)
-            if attached.accepts(tensor, path)
-            and (tensor.requires_grad or not is_gradient)
-            and unreadable(tensor) is None
-        }
-        for path, tensor in tensors.items():
-            self._run_on(attached, path, tensor)
+        for path, tensor in list(iter_tensors(value)):
+            is_hooked = attached.accepts(tensor, path) and (tensor.requires_grad or not is_gradient)
+            if is_hooked and unreadable(tensor) is None:
+                self._run_on(attached, path, tensor)
 
     def _run_on(self, attached: AttachedHook, path: str, tensor: Tensor, value: Tensor | None = None) -> None:
         """Check the shape of a tensor, and run the action on it unless it ran for its path before."""

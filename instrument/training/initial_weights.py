@@ -27,12 +27,6 @@ MAX_NAMES = 8  # maximum number of names in a message
 class InitialWeights:
     """The weights in a file, or in the folder of a run.
 
-    Attributes:
-        sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
-        changed: The names of the loaded tensors that `apply` changed or removed. Set by `compare`.
-        missing: The names in the model without a value, with `strict: false`.
-        unexpected: The names in the file that the model lacks, with `strict: false`.
-
     Raises:
         ConfigError: The file does not exist or contains no state dict, or the run has no weights.
     """
@@ -48,14 +42,15 @@ class InitialWeights:
             raise ConfigError(Problem(WHERE, message, given=path))
         self._state: Mapping[str, Any] = states[0] if len(files) == 1 else join_shards(states)
         self.tensors = 0
-        self.changed: list[str] = []
+        self.changed: list[str] = []  # the names of the loaded tensors that `apply` changed or removed
+        # With `strict: false`, the names in the model without a value, and the names in the file that the model lacks.
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         digest = hashlib.sha256()
         for file in files:
             with open(file, "rb", buffering=0) as opened:
                 hashlib.file_digest(opened, lambda: digest)
-        self.sha256 = digest.hexdigest()
+        self.sha256 = digest.hexdigest()  # of all files in order if a checkpoint has several
 
     def load(self, model: nn.Module) -> None:
         """Load the weights into a model. Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`)."""

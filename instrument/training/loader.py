@@ -117,14 +117,11 @@ class Loader:
     """The batches of a dataset. Iteration gives them in the order of the dataset, as for an evaluation.
 
     Worker processes end with the iterator: after the last batch, after an error, and if the iterator is closed.
-
-    Args:
-        dataset: A dataset with a length and items, or a `Stream`.
-        batch_size: The number of samples per batch, over all processes. The last batch may be smaller. An incomplete
-            batch of a stream is left out if it has fewer samples than there are processes.
     """
 
-    dataset: Dataset[Any]
+    dataset: Dataset[Any]  # a dataset with a length and items, or a `Stream`
+    # The number of samples per batch, over all processes. The last batch may be smaller. An incomplete batch of a stream is left out if it
+    # has fewer samples than there are processes.
     batch_size: int
     shard: BatchShard = FULL_BATCH
     options: LoaderOptions = DEFAULT_OPTIONS
@@ -250,11 +247,6 @@ class Batches:
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
             None, a training.
 
-    Attributes:
-        length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
-            last for all steps, and in `mode: forward` up to the end of the slice.
-        stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
-
     Raises:
         ConfigError: The length of the run does not follow from that of a stream, or the sampler gives invalid indices.
     """
@@ -284,13 +276,13 @@ class Batches:
         per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
         epochs = config.epochs if passes is None else passes
         self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
-        self.stop = self.steps
+        self.stop = self.steps  # a replay ends earlier
         if sampler is not None:
             self._order_of_epoch()
             self._generator.set_state(self._before_epoch)
 
     def _length_of_epoch(self, config: TrainConfig) -> int:
-        """Return the number of samples per epoch; of a stream, the largest number that the run can use."""
+        """Return the number of samples per epoch; of a stream, those of all steps, or in `mode: forward` those of the slice."""
         if not isinstance(self.dataset, Stream):
             return len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
         message = "the dataset is iterable and has no length, so the number of steps per epoch is unknown"
@@ -309,7 +301,9 @@ class Batches:
         The last step of an epoch may have fewer micro-batches.
         """
         while self._done < self.stop and (self.passes is None or self._epoch < self.passes):
-            for group in self._groups_of_epoch():
+            self._before_epoch = self._generator.get_state()
+            batches = self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken)
+            while group := list(islice(batches, self.accumulate)):
                 self._taken += len(group)
                 self._done += 1
                 yield self._epoch, group
@@ -340,17 +334,6 @@ class Batches:
             message = f"the sampler returned invalid indices in epoch {self._epoch}"
             raise ConfigError(Problem("data.sampler", message, given, allowed))
         return [*map(operator.index, order)]
-
-    def _groups_of_epoch(self) -> Iterator[list[LoadedBatch]]:
-        self._before_epoch = self._generator.get_state()
-        group: list[LoadedBatch] = []
-        for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
-            group.append(loaded)
-            if len(group) == self.accumulate:
-                yield group
-                group = []
-        if group:
-            yield group
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each micro-batch of a step, summed over all processes."""
@@ -426,17 +409,14 @@ def samples_of(dataset: Dataset[Any] | None) -> set[int] | None:
 
 @dataclass(frozen=True)
 class PhaseBatches:
-    """The batches of a phase: those of the steps or of an evaluation, or the probe batch.
-
-    Attributes:
-        load: Called with a number of samples, over all processes; returns a batch with the first samples.
-        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
-        ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
-    """
+    """The batches of a phase: those of the steps or of an evaluation, or the probe batch."""
 
     first: LoadedBatch
+    # Called with a number of samples, over all processes; returns a batch with the first samples.
     load: Callable[[int], LoadedBatch]
+    # Called with a step; returns the number of samples in each of its batches, over all processes.
     sizes: Callable[[int], Sequence[int]]
+    # Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
     ids: Callable[[Collection[int]], set[int] | None]
     split: str | None
 

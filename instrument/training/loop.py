@@ -28,6 +28,7 @@ from ..tasks.base import (
     WeightedMean,
     accuracy,
     batch_weight,
+    batch_with_targets,
     call_task,
     is_sum,
     mean_loss,
@@ -47,23 +48,15 @@ WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run after a step or an evaluation, for display.
+    """The state of a run after a step or an evaluation, for display."""
 
-    Attributes:
-        step: The number of completed steps.
-        rows: The number of rows recorded so far.
-        phase: `train`; `eval` for an evaluation; `forward` in mode: forward.
-        overhead: The relative overhead of hooks per step; 0.05 means 5%. None if it was not measured.
-        warnings: The warnings since the start of the training.
-    """
-
-    step: int
+    step: int  # the number of completed steps
     steps: int
     metrics: Mapping[str, float | None]
-    rows: int
-    phase: str
-    overhead: float | None = None
-    warnings: Sequence[str] = ()
+    rows: int  # the number of rows recorded so far
+    phase: str  # `train`; `eval` for an evaluation; `forward` in mode: forward
+    overhead: float | None = None  # of hooks, relative to a step without them: 0.05 means 5%; None if not measured
+    warnings: Sequence[str] = ()  # the warnings since the start of the training
 
 
 def progress_reporter(
@@ -222,14 +215,14 @@ def _compute_gradients(
     assert experiment.optimizer is not None, "mode: forward has no optimizer"
     experiment.optimizer.zero_grad()
     if strategy.pipeline is not None:
-        targets = [experiment.batch_with_targets(each.batch) for each in micro_batches]
+        targets = [batch_with_targets(experiment.task, each.batch) for each in micro_batches]
         parts = [partial(weighted, weight=weight, total=total) for weight in weights]
         with strategy.micro_step(train_module, last=True):
             return strategy.pipeline.compute_gradients(
                 train_module, observer, micro_batches, targets, parts, experiment.device
             )
     for number, ((batch, indices, _), weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
-        observer.begin_micro_step(indices, experiment.batch_with_targets(batch))
+        observer.begin_micro_step(indices, batch_with_targets(experiment.task, batch))
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             if loss is None:
@@ -259,7 +252,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             samples = 0
             task = experiment.task
             for batch, indices, _ in experiment.eval_loader:
-                probe.begin_micro_step(indices, experiment.batch_with_targets(batch))
+                probe.begin_micro_step(indices, batch_with_targets(experiment.task, batch))
                 with experiment.autocast():
                     run = partial(call_task, task, experiment.called_model, to_device(batch, experiment.device))
                     pipeline = experiment.strategy.pipeline
@@ -291,7 +284,7 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
     started_at = time.perf_counter()
     weights, total = batch_weights(experiment, [loaded])
     with without_side_effects(experiment.model, training=False), _kept_state(experiment), probe.in_phase("probe"):
-        probe.begin_micro_step(loaded.indices, experiment.batch_with_targets(loaded.batch))
+        probe.begin_micro_step(loaded.indices, batch_with_targets(experiment.task, loaded.batch))
         seed = experiment.config.seed + own_rank()
         torch.default_generator.manual_seed(seed)
         if experiment.device.type == "cuda":
@@ -388,7 +381,7 @@ def forward_step(
     """
     config = experiment.config.forward
     weights, total = batch_weights(experiment, [loaded])
-    observer.begin_micro_step(loaded.indices, experiment.batch_with_targets(loaded.batch))
+    observer.begin_micro_step(loaded.indices, batch_with_targets(experiment.task, loaded.batch))
     batch = to_device(loaded.batch, experiment.device)
     with torch.set_grad_enabled(config.grad):
         outcome, objective = experiment.train_module(

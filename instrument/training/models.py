@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,18 +22,17 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     )
 
 
-def linear(in_features: int | None, out_features: int) -> nn.Linear:
-    """Return a linear layer. If `in_features` is None, it is inferred from the first input."""
-    if in_features is not None:
-        return nn.Linear(in_features, out_features)
+def dense(sizes: Sequence[int | None]) -> nn.Sequential:
+    """Return dense blocks, each a linear layer and ReLU, and a last linear layer.
+
+    Args:
+        sizes: The numbers of features before, between and after the layers. None for the first: inferred from the first input.
+    """
+    pairs: Any = pairwise(sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch may warn that lazy modules are experimental.
-        return nn.LazyLinear(out_features)
-
-
-def dense_block(in_features: int | None, out_features: int) -> nn.Sequential:
-    """Return a linear layer and ReLU. If `in_features` is None, it is inferred from the first input."""
-    return nn.Sequential(linear(in_features, out_features), nn.ReLU())
+        layers = [nn.LazyLinear(after) if before is None else nn.Linear(before, after) for before, after in pairs]
+    return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers[:-1]), layers[-1])
 
 
 class MnistCNN(nn.Module):
@@ -69,9 +69,8 @@ class MnistCNN(nn.Module):
             )
         channels = [in_channels, *encoder]
         pixels = 1 if global_pooling else (image_size >> len(encoder)) ** 2
-        features = [channels[-1] * pixels, *decoder]
         self.encoder = nn.Sequential(*map(conv_block, channels, channels[1:]))
-        self.decoder = nn.Sequential(*map(dense_block, features, features[1:]), nn.Linear(features[-1], classes))
+        self.decoder = dense([channels[-1] * pixels, *decoder, classes])
         self.global_pooling = global_pooling
 
     def forward(self, images: Tensor) -> Tensor:
@@ -97,10 +96,7 @@ class MLP(nn.Module):
         super().__init__()
         if None in sizes[1:]:
             raise ValueError(f"only the first size, that of the input, may be null, got {list(sizes)}")
-        features = [size for size in sizes[1:] if size is not None]
-        inputs = [sizes[0], *features]
-        hidden = list(map(dense_block, inputs[:-2], features[:-1]))
-        self.layers = nn.Sequential(*hidden, linear(inputs[-2], features[-1]))
+        self.layers = dense(sizes)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map inputs [N, ...] with sizes[0] elements per sample to logits [N, sizes[-1]]."""
@@ -143,9 +139,8 @@ class Autoencoder(nn.Module):
 
     def __init__(self, sizes: Sequence[int] = (64, 32, 8)) -> None:
         super().__init__()
-        up = list(reversed(sizes))
-        self.encoder = nn.Sequential(*map(dense_block, sizes[:-2], sizes[1:-1]), nn.Linear(sizes[-2], sizes[-1]))
-        self.decoder = nn.Sequential(*map(dense_block, up[:-2], up[1:-1]), nn.Linear(up[-2], up[-1]))
+        self.encoder = dense(sizes)
+        self.decoder = dense(sizes[::-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map inputs [N, ...] with sizes[0] elements per sample to outputs of the same shape."""
@@ -262,12 +257,8 @@ class DenseGAN(nn.Module):
     def __init__(self, latent: int = 16, image: Sequence[int] = (1, 8, 8), width: int = 64) -> None:
         super().__init__()
         size = math.prod(image)
-        self.generator = nn.Sequential(
-            dense_block(latent, width), dense_block(width, width), nn.Linear(width, size), nn.Unflatten(1, tuple(image))
-        )
-        self.critic = nn.Sequential(
-            nn.Flatten(), dense_block(size, width), dense_block(width, width), nn.Linear(width, 1)
-        )
+        self.generator = nn.Sequential(*dense([latent, width, width, size]), nn.Unflatten(1, tuple(image)))
+        self.critic = nn.Sequential(nn.Flatten(), *dense([size, width, width, 1]))
 
     def forward(self, noise: Tensor) -> Tensor:
         """Map noise [N, latent] to images [N, *image]."""

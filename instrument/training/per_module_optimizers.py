@@ -23,9 +23,6 @@ class PerModule(Optimizer):
         optimizers: By submodule name, a function that builds the optimizer from the trainable parameters of the
             submodule. In YAML: a target with `_partial_: true`.
 
-    Attributes:
-        parts: The optimizers by submodule name.
-
     Raises:
         ValueError: A trainable parameter belongs to none of the submodules or to several of them. Or the `step` of an
             optimizer requires a closure, which would run the backward pass of all submodules.
@@ -43,6 +40,7 @@ class PerModule(Optimizer):
                 how_many = "several" if count else "none"
                 raise ValueError(f"parameter {name!r} belongs to {how_many} of the submodules {', '.join(optimizers)}")
         super().__init__(list(trained.values()), {})
+        # By submodule name.
         self.parts = {name: make(parameters_by_module[name]) for name, make in optimizers.items()}
         for name, part in self.parts.items():
             if requires_closure(part):

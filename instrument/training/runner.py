@@ -43,27 +43,18 @@ from .verification import check_fingerprint, training_fingerprint
 
 @dataclass(frozen=True)
 class ReplaySource:
-    """A run to repeat.
-
-    Attributes:
-        window: The steps in which the record hooks of the replay run.
-        begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
-        force: Whether a replay that cannot be expected to be exact is allowed.
-        counterfactual: The interventions that differ from those of the run; empty for an exact replay.
-        first_step: The first step at which one of them runs or is missing; None for an exact replay.
-        notes: The decisive differences of a forced replay. Filled by `check`.
-    """
+    """A run to repeat."""
 
     folder: Path
     record: Mapping[str, Any]
-    window: range
-    begin: int
+    window: range  # the steps in which the record hooks of the replay run
+    begin: int  # the number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run
     changes: RepeatedChanges
-    force: bool = False
-    counterfactual: tuple[str, ...] = ()
-    first_step: int | None = None
+    force: bool = False  # whether a replay that cannot be expected to be exact is allowed
+    counterfactual: tuple[str, ...] = ()  # the interventions that differ from those of the run
+    first_step: int | None = None  # the first step at which one of them runs or is missing; None for an exact replay
     operators: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # the decisive differences of a forced replay, which `check` adds
 
     @property
     def message(self) -> str:
@@ -373,7 +364,7 @@ class _Training:
         for message in self.copy.messages():
             self.probe.event("remote", message)
         saves = self.control.end_step() or self.probe.should_checkpoint
-        is_last = self.probe.should_stop and self.checkpoints.every > 0
-        is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
-        if is_scheduled or is_last or saves:
+        step, every = self.probe.step, self.checkpoints.every
+        is_last = self.probe.should_stop or step == self.experiment.steps
+        if saves or (every > 0 and (is_last or step % every == 0)):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

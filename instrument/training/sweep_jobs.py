@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
-JOB_NUMBER = "${hydra.job.num}"
 DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
 KILLED, INTERRUPTED = "killed", "interrupted"
 ALLOWED = "the folder of a sweep, or a folder that contains several runs"
@@ -44,31 +43,20 @@ MAX_NAMES = 8  # maximum number of names in a line
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep.
+    """One job of a sweep."""
 
-    Attributes:
-        name: Folder of the job, relative to the folder of the sweep; usually the job number.
-        status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
-        error: Error that ended the job, in one line; None if no error occurred.
-    """
-
-    name: str
+    name: str  # folder of the job, relative to the folder of the sweep; usually the job number
     folder: Path
     overrides: tuple[str, ...]
-    status: str
-    error: str | None
+    status: str  # that in run.json; without this file, `failed` if the job was refused, else `missing`
+    error: str | None  # error that ended the job, in one line; None if no error occurred
 
 
 class Jobs:
-    """The jobs in a folder, and the keys in which they differ.
+    """The jobs in a folder, and the keys in which they differ."""
 
-    Attributes:
-        has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
-        swept: The keys whose values differ between jobs, each with its values. Values that are calculated are left out.
-    """
-
-    has_known_jobs = False
-    swept: Mapping[str, Sequence[Any]]
+    has_known_jobs = False  # before the first one starts, with their numbers as names of their folders
+    swept: Mapping[str, Sequence[Any]]  # the keys whose values differ, with these values, except for calculated ones
 
     def jobs(self) -> list[SweepJob]:
         raise NotImplementedError
@@ -108,7 +96,7 @@ class Sweep(Jobs):
         overrides = sweep_overrides(self.hydra)
         self.swept = values_of(overrides)
         subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        is_numbered = self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER
+        is_numbered = self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == "${hydra.job.num}"
         # Each expansion of `shuffle(...)` has another order.
         self.has_known_jobs = is_numbered and not any(getattr(each.value(), "shuffle", False) for each in overrides)
 

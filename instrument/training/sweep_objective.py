@@ -54,14 +54,11 @@ _AGGREGATE_PATTERN = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?
 
 @dataclass(frozen=True)
 class Objective:
-    """A validated objective.
-
-    Attributes:
-        query: SQL query for DuckDB that returns one row with the columns `value` (the number) and `rows` (how many rows
-            it aggregates). None if the objective is a metric.
-    """
+    """A validated objective."""
 
     written: str
+    # SQL query for DuckDB that returns one row with the columns `value` (the number) and `rows` (how many rows it aggregates). None if the
+    # objective is a metric.
     query: str | None = None
 
     def value_of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:

@@ -44,7 +44,6 @@ from .loop import Progress, train
 
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
-_PARTS = ("losses", "parameters and buffers")  # of the fingerprint of a result
 
 Key = tuple[str, str]
 """The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
@@ -65,15 +64,11 @@ Moment = tuple[int, bool, str]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprints of the state after a training step or an evaluation; see `instrument.stats.fingerprint`.
+    """The fingerprints of the state after a training step or an evaluation; see `instrument.stats.fingerprint`."""
 
-    Attributes:
-        step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        bits: Those of metrics, gradients, parameters, buffers, optimizer state and random states: the order in which a difference spreads.
-    """
-
-    step: int
+    step: int  # the index of the training step, from 0; for an evaluation, the number of completed steps
     phase: str
+    # Those of metrics, gradients, parameters, buffers, optimizer state and random states: the order in which a difference spreads.
     bits: Mapping[Key, int]
 
 
@@ -169,18 +164,12 @@ def _of_object(value: object) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two trainings.
+    """The first difference between two trainings."""
 
-    Attributes:
-        step: The index of the first step that differs. For an evaluation, the number of completed steps.
-        where: The parameter or the buffer; empty if the quantity `what` exists only once.
-        hook: The hook that causes the difference; empty if both trainings have no hooks.
-    """
-
-    step: int
+    step: int  # the index of the first step that differs; for an evaluation, the number of completed steps
     what: str
-    where: str
-    hook: str
+    where: str  # the parameter or the buffer; empty if the quantity `what` exists only once
+    hook: str  # the hook that causes the difference; empty if both trainings have no hooks
     phase: str = "train"
 
     def __str__(self) -> str:
@@ -192,26 +181,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of a verification.
-
-    Attributes:
-        left_out: The names of the hooks that change values. They were not attached.
-        tensors: The number of gradients, parameters, buffers and optimizer tensors compared after the last step.
-        difference: The first difference between the trainings with and without hooks, if the latter is reproducible.
-        largest: The largest absolute difference of a parameter at the end, and the parameter; None if nothing differs.
-        unrepeated: The first difference between two trainings without hooks, if a second one was needed.
-    """
+    """The result of a verification."""
 
     steps: int
     evaluations: int
     hooks: tuple[str, ...]
-    left_out: tuple[str, ...]
-    tensors: int
+    left_out: tuple[str, ...]  # the names of the hooks that change values, which were not attached
+    tensors: int  # the number of gradients, parameters, buffers and optimizer tensors compared after the last step
     sites: int
     rows: int
-    difference: Difference | None
-    largest: tuple[float, str] | None = None
-    unrepeated: Difference | None = None
+    difference: Difference | None  # between the trainings with and without hooks, if the latter is reproducible
+    largest: tuple[float, str] | None = None  # absolute difference of a parameter at the end, and its name
+    unrepeated: Difference | None = None  # between two trainings without hooks, if a second one was needed
 
     @property
     def holds(self) -> bool:
@@ -290,7 +271,7 @@ def training_fingerprint(experiment: Experiment, folder: Path, processes: Proces
 
 
 def check_fingerprint(expected: str, found: str) -> None:
-    pairs = zip(_PARTS, expected.split("-"), found.split("-"), strict=True)
+    pairs = zip(("losses", "parameters and buffers"), expected.split("-"), found.split("-"), strict=True)
     if differing := [part for part, one, other in pairs if one != other]:
         raise FingerprintError(
             f"train.fingerprint: the {' and the '.join(differing)} of the training differ from the expected ones\n"
@@ -321,36 +302,23 @@ class ReplayDifference:
 
 @dataclass(frozen=True)
 class ReplayCertificate:
-    """The result of a replay; see `ReplaySource`.
-
-    Attributes:
-        stop: The step after the last one of the window.
-        evaluations: The number of compared evaluations and passes of the probe batch.
-        fingerprints: The number of compared fingerprints, which both recorded.
-        difference: The first difference; None if all values are bit-identical. In a counterfactual, only values before
-            `first_step` count.
-        reasons: Likely reasons for the difference, the most likely one first.
-        environment: All known differences of environment, data and code, also if the values are equal.
-        effect: The first difference from `first_step` on; None if all values are equal.
-        changes_left_out: The changes of `instrument.control` that the replay did not repeat; see `RepeatedChanges`.
-        repeats_failure: Whether the replay ended with the error of the run; None if neither failed in the repeated steps.
-    """
+    """The result of a replay; see `ReplaySource`."""
 
     source: str
     begin: int
-    stop: int
+    stop: int  # the step after the last one of the window
     steps: int
-    evaluations: int
-    fingerprints: int
-    difference: ReplayDifference | None
-    reasons: tuple[str, ...]
-    environment: tuple[str, ...]
+    evaluations: int  # the number of compared evaluations and passes of the probe batch
+    fingerprints: int  # the number of compared fingerprints, which both recorded
+    difference: ReplayDifference | None  # the first one; in a counterfactual, only values before `first_step` count
+    reasons: tuple[str, ...]  # likely reasons for the difference, the most likely one first
+    environment: tuple[str, ...]  # all known differences of environment, data and code, also if the values are equal
     counterfactual: tuple[str, ...]
     first_step: int | None
-    effect: ReplayDifference | None
+    effect: ReplayDifference | None  # the first difference from `first_step` on; None if all values are equal
     changes: tuple[str, ...]
-    changes_left_out: tuple[str, ...]
-    repeats_failure: bool | None
+    changes_left_out: tuple[str, ...]  # see `RepeatedChanges`
+    repeats_failure: bool | None  # whether the replay ended with the error of the run; None if neither failed
 
     @property
     def holds(self) -> bool:

@@ -66,35 +66,21 @@ def local_shard(tensor: Tensor, *, wait: bool = True) -> Tensor:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the parts of several processes form a tensor.
+    """How the parts of several processes form a tensor."""
 
-    Attributes:
-        dims: The dimensions along which it is sharded, without those along which processes have other samples.
-        largest: The shape of the largest shard; empty if it is not sharded.
-        shape: The shape of the tensor that the shards form; empty if it is not sharded.
-        mesh: The names of the dimensions of the device mesh, separated by commas; empty without a mesh.
-        placement: The placement along each of them: `shard(DIMENSION)`, `replicate`, `partial` or `unknown`.
-        scope: The scope of the tensor; empty without a mesh.
-        is_first: Whether this process is the first one of those that have the same part.
-        batch: The index of the batch shard of this process; None without a mesh.
-        batches: The number of batch shards.
-        device_mesh: The mesh over which the tensor is sharded; None if it is not.
-        placements: Its placement along each dimension of this mesh.
-        is_merged: Whether the rows of all processes are merged.
-    """
-
+    # The dimensions along which it is sharded, without those along which processes have other samples.
     dims: tuple[int, ...] = ()
-    largest: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-    mesh: str = ""
-    placement: str = ""
-    scope: str = ""
-    is_first: bool = True
-    batch: int | None = None
-    batches: int = 1
-    device_mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] = ()
-    is_merged: bool = False
+    largest: tuple[int, ...] = ()  # the shape of the largest shard; empty if it is not sharded
+    shape: tuple[int, ...] = ()  # the shape of the tensor that the shards form; empty if it is not sharded
+    mesh: str = ""  # the names of the dimensions of the device mesh, separated by commas; empty without a mesh
+    placement: str = ""  # the placement along each of them: `shard(DIMENSION)`, `replicate`, `partial` or `unknown`
+    scope: str = ""  # the scope of the tensor; empty without a mesh
+    is_first: bool = True  # whether this process is the first one of those that have the same part
+    batch: int | None = None  # the index of the batch shard of this process; None without a mesh
+    batches: int = 1  # the number of batch shards
+    device_mesh: DeviceMesh | None = None  # the mesh over which the tensor is sharded; None if it is not
+    placements: tuple[Placement, ...] = ()  # its placement along each dimension of this mesh
+    is_merged: bool = False  # whether the rows of all processes are merged
 
     @property
     def is_known(self) -> bool:

@@ -149,22 +149,22 @@ def test_cyclic_module_ends_the_traversal() -> None:
 
 def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
     model = Hider()
-    hidden = Layers.of(model).hidden()
-    assert [(name, type(module).__name__) for name, module in hidden] == [
-        ("blocks[0]", "Linear"),
-        ("blocks[1]", "Linear"),
-        ("heads['a']", "ReLU"),
-        ("pair[0]", "Tanh"),
-        ("deep[0][0]", "Linear"),
-        ("dicts['x']['y']", "ReLU"),
-        ("inner.extra[0]", "Sigmoid"),
+    hidden = Layers.of(model).hidden_messages()
+    assert [message.partition(" is in")[0] for _, message in hidden] == [
+        "blocks[0] (Linear)",
+        "blocks[1] (Linear)",
+        "heads['a'] (ReLU)",
+        "pair[0] (Tanh)",
+        "deep[0][0] (Linear)",
+        "dicts['x']['y'] (ReLU)",
+        "inner.extra[0] (Sigmoid)",
     ]
-    assert hidden[0][1] is model.blocks[0]
+    assert [location for location, _ in hidden][:3] == ["blocks[0]", "blocks[1]", "heads['a']"]
 
 
 @pytest.mark.parametrize("model", [Block(), Shared(), keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])
 def test_ordinary_model_has_no_hidden_modules(model: nn.Module) -> None:
-    assert Layers.of(model).hidden() == []
+    assert Layers.of(model).hidden_messages() == []
 
 
 @pytest.mark.parametrize(

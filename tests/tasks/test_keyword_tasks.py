@@ -169,7 +169,7 @@ def test_evaluation_without_losses_has_no_loss() -> None:
     outcome = LossDict()(detector().eval(), DETECTION)
     assert outcome == Outcome(None, 3)
     check_outcome(outcome, differentiable=False)
-    assert mean_loss([outcome, Outcome(torch.ones(()), 1)]) is None
+    assert mean_loss([outcome, Outcome(torch.ones(()), 1)], [1, 1]) is None
     assert accuracy([outcome]) is None
     with pytest.raises(TypeError, match="returned no loss, but its gradients are required"):
         check_outcome(outcome)

@@ -104,7 +104,7 @@ def test_output_without_a_main_tensor_is_refused(output: Any) -> None:
 
 def test_means_over_batches_weight_samples_equally() -> None:
     parts = [Outcome(torch.tensor(1.0), 3, torch.tensor(3)), Outcome(torch.tensor(5.0), 1, torch.tensor(0))]
-    assert mean_loss(parts).item() == 2.0
+    assert mean_loss(parts, [3, 1]).item() == 2.0
     assert accuracy(parts).item() == 0.75  # type: ignore[union-attr]
     assert accuracy([*parts, Outcome(torch.tensor(1.0), 1)]) is None
     assert accuracy([]) is None

@@ -29,7 +29,7 @@ from instrument.storage.parquet import ParquetSink
 from instrument.training.dry_run import dry_run
 from instrument.training.environment import process_state
 from instrument.training.experiment import prepare
-from instrument.training.loader import Batches, LoadedBatch
+from instrument.training.loader import LoadedBatch, Loader
 from instrument.training.loop import train_step
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
@@ -234,14 +234,15 @@ ACCUMULATED = {"steps": 20, "batch_size": 16, "accumulate": 3}
 @pytest.mark.slow
 def test_step_time_includes_loading_batches(move: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight and bias are measured in each of three micro-batches; loading a micro-batch takes 0.2 s."""
-    plain = Batches._groups_of_epoch
+    plain = Loader.load
 
-    def loaded(self: Batches) -> Iterator[list[LoadedBatch]]:
-        for group in plain(self):
-            move(0.2 * len(group))
-            yield group
+    def loaded(self: Loader, *args: Any) -> Iterator[LoadedBatch]:
+        for batch in plain(self, *args):
+            if args[0].startswith("epoch"):
+                move(0.2)
+            yield batch
 
-    monkeypatch.setattr(Batches, "_groups_of_epoch", loaded)
+    monkeypatch.setattr(Loader, "load", loaded)
     tame = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0}
     found = forecast_of({"micro": MICRO, "tame": tame}, ACCUMULATED)
     assert found.baseline_seconds == pytest.approx(0.5 + 3 * 0.2)

@@ -18,6 +18,7 @@ from instrument import ConfigError
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
+from instrument.tasks.base import batch_with_targets
 from instrument.training.dry_run import dry_run
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import run_forward
@@ -252,7 +253,8 @@ def test_targets_of_a_task_with_named_labels_are_found() -> None:
     experiment = experiment_of("vit")
     experiment.task.labels = "classes"  # type: ignore[attr-defined]
     classes = torch.tensor([1, 0])
-    assert experiment.batch_with_targets({"classes": classes, "label": classes + 1}) == {"target": classes}
+    batch = {"classes": classes, "label": classes + 1}
+    assert batch_with_targets(experiment.task, batch) == {"target": classes}
 
 
 def experiment_of(name: str, kind: str = "", **overrides: Any) -> Experiment:

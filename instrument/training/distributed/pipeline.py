@@ -34,20 +34,14 @@ Loss = Callable[[], Tensor | None]
 
 @dataclass
 class _Trace:
-    """What one pass of the complete model shows.
-
-    Attributes:
-        sent: For each stage but the last one, the tensor that it sends.
-        stages: The stages in which the calls of a module end, by the `id` of the module.
-        outputs: The size of dimension 0 of the first input of a module, and its output with tensors on the meta device, by the `id`
-            of the module.
-        users: The stages whose output depends on a parameter, by the `id` of the parameter.
-    """
+    """What one pass of the complete model shows."""
 
     loss: Tensor
-    sent: list[Tensor]
-    stages: dict[int, set[int]]
+    sent: list[Tensor]  # for each stage but the last one, the tensor that it sends
+    stages: dict[int, set[int]]  # the stages in which the calls of a module end, by the `id` of the module
+    # The size of dimension 0 of the first input of a module, and its output with tensors on the meta device, by the `id` of the module.
     outputs: dict[int, tuple[int, Any]]
+    # The stages whose output depends on a parameter, by the `id` of the parameter.
     users: dict[int, set[int]] = field(default_factory=dict)
 
 

@@ -44,17 +44,12 @@ class _PeerFailedError(Exception):
 
 @dataclass
 class Processes:
-    """The process group of a run, as seen by one of its processes. Create it with `open`.
-
-    Attributes:
-        store: Key-value store of torchrun, shared by all processes.
-        control: Gloo process group for control messages.
-    """
+    """The process group of a run, as seen by one of its processes. Create it with `open`."""
 
     rank: int
     size: int
-    store: Any
-    control: Any
+    store: Any  # key-value store of torchrun, shared by all processes
+    control: Any  # gloo process group for control messages
 
     @classmethod
     def open(cls) -> Processes:

@@ -46,26 +46,18 @@ EXPERTS = "train.parallel.experts"
 
 
 class Strategy:
-    """Training in a single process; base class of the distributed strategies.
+    """Training in a single process; base class of the distributed strategies."""
 
-    Attributes:
-        ranks: Description of the ranks for the probe; None for a single process.
-        mesh: The mesh of the processes; None if no parameter is sharded.
-        parallel: The configuration of several processes, which a single one checks for a plan (`plan=true`); None for a single process.
-        pipeline: The stage of this process, after `shard`; None if each process has all layers.
-        needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
-        saves_state: Whether a checkpoint needs the parameters and the optimizer state of this process.
-    """
-
-    needs_all_gradients, saves_state = False, True
+    needs_all_gradients = False  # whether the backward pass waits for the gradient of every trainable parameter
+    saves_state = True  # whether a checkpoint needs the parameters and the optimizer state of this process
     batch_shard = FULL_BATCH
-    ranks: Ranks | None = None
+    ranks: Ranks | None = None  # description of the ranks for the probe
     processes: Processes | None = None
-    mesh: DeviceMesh | None = None
-    pipeline: Pipeline | None = None
+    mesh: DeviceMesh | None = None  # None if no parameter is sharded
+    pipeline: Pipeline | None = None  # the stage of this process, after `shard`
 
     def __init__(self, parallel: ParallelConfig | None = None) -> None:
-        self.parallel = parallel
+        self.parallel = parallel  # also in a single process, which checks it for a plan (`plan=true`)
 
     @classmethod
     def config_problems(cls, config: RunConfig) -> list[Problem]:
