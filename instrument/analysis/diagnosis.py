@@ -141,7 +141,7 @@ def findings_of(
     groups = []
     for lead, members in found.items():
         made = [
-            _finding(events, facts.get(key[0], NO_FACTS), key in warns, PARTS[timeline.position(events[0])[0]])
+            _finding(events, facts.get(key[0], NO_FACTS), key in warns, timeline.part(events[0]))
             for key, events in members.items()
         ]
         groups.append(Diagnosis(made[0], tuple(replace(each, cause=lead[0]) for each in made[1:])))
@@ -298,10 +298,38 @@ class _Timeline:
             last = event.step
             episodes[-1].setdefault((event.rule, event.location is None), []).append(event)
         for group in (group for episode in episodes for group in episode.values()):
-            lead = min(group, key=self._order_in_rule)
+            lead = self._origin(min(group, key=self._order_in_rule), group)
             group.remove(lead)
             group.insert(0, lead)
         return episodes
+
+    def part(self, event: RuleEvent) -> Part:
+        """Return the part of a training step in which to look for the cause of a leading event.
+
+        An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
+        """
+        part, _ = self.position(event)
+        is_of_gradients = part == UPDATE and not _is_of_program(event) and self.onset(event) > 0
+        return PARTS[BACKWARD if is_of_gradients else part]
+
+    def _origin(self, lead: RuleEvent, group: Sequence[RuleEvent]) -> RuleEvent:
+        """Return the parameter that explains an output outside of a reference: one of the same or an earlier layer, outside as long.
+
+        In the first step, the update follows the output. Otherwise, the event itself.
+        """
+        part, rank = self.position(lead)
+        is_later = lead.location is not None and self.onset(lead) > 0
+        if part != FORWARD or not is_later or self._facts.get(lead.rule, NO_FACTS).stage != "reference":
+            return lead
+        moved = [
+            event
+            for event in group
+            if event.step == lead.step
+            and self.position(event)[0] == UPDATE
+            and hook_and_role(event.location or "")[1] == "param"
+            and self._rank(event.layer or "") <= rank
+        ]
+        return min(moved, key=lambda event: self._rank(event.layer or ""), default=lead)
 
     def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
         """Return the sort key of an event among those of its rule.

@@ -51,6 +51,8 @@ INDEX = [*KEY, "statistic", "phase_of_training"]
 NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
 TAIL = 1e-5  # the probability that a value of a healthy run is outside, if the differences between runs are normal
 INDEPENDENT_PHASES = 4
+# The variance of a value that is neither a factor nor a fraction is averaged over so many: that of a loss falls with the loss.
+NEAR_PHASES = 3
 # The smallest factor, the smallest difference of fractions, and that of other statistics relative to their largest absolute value.
 FLOORS, FLOORS_OF_ONE_RUN = (1.25, 0.1, 0.25), (4.0, 0.3, 1.0)
 LARGEST = 80.0  # the largest logarithm of a factor, which float32 can represent
@@ -274,7 +276,8 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         [
             name == "accuracy" if name in METRICS else statistic_of(name).unit in ("fraction", "units")
             for name in statistics
-        ]
+        ],
+        np.bool_,
     )
     largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
     ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
@@ -285,8 +288,11 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
     )
     if count > 1:
         variances = (low.var(axis=1, ddof=1).fillna(0.0) + high.var(axis=1, ddof=1).fillna(0.0)) / 2
-        pooled = variances.groupby(level=[*KEY, "statistic"], sort=False).transform("mean")
-        t = stdtrit(INDEPENDENT_PHASES * (count - 1), 1 - TAIL)
+        pooled = variances.groupby(level=INDEX[:-1], sort=False).transform("mean")
+        has_scale = ~(is_ratio | is_fraction)
+        with_scale = variances[has_scale].sort_index().groupby(level=INDEX[:-1])
+        pooled.update(with_scale.transform(lambda phases: phases.rolling(NEAR_PHASES, 1, center=True).mean()))
+        t = stdtrit(np.where(has_scale, NEAR_PHASES, INDEPENDENT_PHASES) * (count - 1), 1 - TAIL)
         widths = t * np.sqrt(np.fmax(variances, pooled) * (1 + 1 / count))
     else:
         widths = (high - low).max(axis=1)

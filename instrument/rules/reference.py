@@ -54,9 +54,11 @@ class ReferenceRule(PersistentRule):
     for n runs: the prediction interval for one further value from a normal distribution (G. J. Hahn and W. Q. Meeker, Statistical
     Intervals, Wiley 1991, chapter 4), counted from the extremes of the runs. s is the standard deviation of their smallest and
     largest values between the runs, in this phase or on average over all phases, whichever is larger. Phases depend on each other,
-    so they count as 4 independent ones. The floor is a factor of 1.25, 0.1 for a fraction, and a quarter of the largest absolute
-    value for the others. One run has no standard deviation: its margin is the larger of its own range and a factor of 4, 0.3 for a
-    fraction, and the largest absolute value for the others. The numbers are decisions of this package.
+    so they count as 4 independent ones. For losses and other values that are neither factors nor fractions, the average is over this
+    phase and its two neighbors, with 3 instead of 4: their differences change with their size. The floor is a factor of 1.25, 0.1 for a
+    fraction, and a quarter of the largest absolute value for the others. One run has no standard deviation: its margin is the larger of
+    its own range and a factor of 4, 0.3 for a fraction, and the largest absolute value for the others. The numbers are decisions of
+    this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
     known. `mean_loss`, the mean loss of all steps of a phase of training, is compared when the phase has ended: it differs less between
@@ -122,8 +124,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "settings, the code and the mode of this layer.",
         "loss": "The loss differs first: compare what the program computes from the outputs of its last layers, the targets, the order of "
         "the samples and the loss function; for an evaluation, also its data and the mode of the model.",
-        "backward": "The gradients differ first: compare the targets, the loss function, and what changes gradients, such as "
-        "accumulation, clipping, scaling and detached tensors.",
+        "backward": "The gradients differ first, or updates do after the first one, with the usual settings of the optimizer: compare the "
+        "targets, the order of the samples, the loss function, and what changes gradients, such as accumulation, clipping, scaling and "
+        "detached tensors.",
         "update": "The updates differ first: compare the optimizer, its settings, its learning rate and schedule, and its parameters.",
     }
     requires = "locations of the reference"

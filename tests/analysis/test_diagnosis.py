@@ -98,10 +98,36 @@ def test_advice_of_a_reference_is_that_of_the_part_that_is_outside_first(
     hook: Mapping[str, Any], place: str, part: Part
 ) -> None:
     rules = {"healthy": {"rule": "reference", "from": "file.parquet"}}
-    events = event("healthy", 3, place), event("healthy", 3, "linear0.weight update")
+    events = event("healthy", 1, place), event("healthy", 1, "linear0.weight update")
     (found,) = findings_of(events, rules, {"config": {"hooks": {"hook": hook}}}, LAYERS)
     assert found.where == f"{place} (hook)"
     assert found.advice == RULES["reference"].advice_in[part]
+
+
+@pytest.mark.parametrize(("step", "part"), [(10, "update"), (20, "backward")])
+def test_update_outside_of_a_reference_after_the_first_is_of_other_gradients(step: int, part: Part) -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    (found,) = findings_of([event("reference", step, "linear0.weight update")], rules, EVERY_10, LAYERS)
+    assert found.advice == RULES["reference"].advice_in[part]
+
+
+@pytest.mark.parametrize(
+    ("rule", "step", "parameter", "leads"),
+    [
+        ("reference", 20, "linear0.weight param", True),
+        ("reference", 20, "linear1.weight param", False),  # of a later layer
+        ("reference", 20, "linear0.weight update", False),  # it follows the output
+        ("reference", 10, "linear0.weight param", False),  # in the first step, it follows the output
+        ("non_finite", 20, "linear0.weight param", False),
+    ],
+)
+def test_parameter_outside_of_a_reference_precedes_later_outputs(
+    rule: str, step: int, parameter: str, leads: bool
+) -> None:
+    rules = {**default_rules(), "reference": {"from": "file.parquet"}}
+    events = event(rule, step, "act0 output"), event(rule, step, parameter)
+    (found,) = findings_of(events, rules, EVERY_10, LAYERS)
+    assert found.where.partition(" (")[0] == (parameter if leads else "act0 output")
 
 
 def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> None:

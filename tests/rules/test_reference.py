@@ -82,26 +82,29 @@ def test_phases_of_training_are_two_in_each_octave() -> None:
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(("count", "statistic"), [(2, "rms"), (3, "rms"), (6, "rms"), (3, "mean")])
+def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, statistic: str) -> None:
+    """A mean has no fixed scale: its margin is a difference, from the variances of a phase and its neighbors."""
     random = np.random.default_rng(count)
     runs = np.exp(random.normal(size=(count, 1)) + random.normal(scale=0.1, size=(count, 8)))
-    table = table_of(make_reference(write_healthy(tmp_path, runs.tolist())))
+    table = table_of(make_reference(write_healthy(tmp_path, runs.tolist(), statistic), [statistic]))
     phases = {0: [0], 1: [1], 2: [2], 3: [3], 4: [4, 5], 6: [6, 7]}
     assert [*table.index] == [*phases]
-    variances = {
-        start: np.mean([np.log(edge(runs[:, steps], axis=1)).var(ddof=1) for edge in (np.min, np.max)])
-        for start, steps in phases.items()
-    }
-    t = stats.t.ppf(1 - 1e-5, 4 * (count - 1))
-    for start, steps in phases.items():
+    is_ratio = statistic == "rms"
+    numbers = np.log(runs) if is_ratio else runs
+    variances = [
+        np.mean([edge(numbers[:, steps], axis=1).var(ddof=1) for edge in (np.min, np.max)]) for steps in phases.values()
+    ]
+    t = stats.t.ppf(1 - 1e-5, (4 if is_ratio else 3) * (count - 1))
+    for at, (start, steps) in enumerate(phases.items()):
         low, high, spread = table.loc[start, ["low", "high", "spread"]]
         assert low == pytest.approx(runs[:, steps].min(), rel=ROUNDING)
         assert low <= runs[:, steps].min()
         assert high == pytest.approx(runs[:, steps].max(), rel=ROUNDING)
         assert high >= runs[:, steps].max()
-        variance = max(variances[start], np.mean([*variances.values()]))
-        assert spread == pytest.approx(np.exp(t * np.sqrt(variance * (1 + 1 / count))), rel=ROUNDING)
+        variance = max(variances[at], np.mean(variances if is_ratio else variances[max(0, at - 1) : at + 2]))
+        margin = t * np.sqrt(variance * (1 + 1 / count))
+        assert spread == pytest.approx(np.exp(margin) if is_ratio else margin, rel=ROUNDING)
 
 
 @pytest.mark.spread(1)
