@@ -137,8 +137,8 @@ def statistics() -> str:
 
 def context() -> str:
     """Return the table of the fields of a hook function's context."""
-    (text,) = re.findall(r"Attributes:\n(.*)", Context.__doc__ or "", re.S)
-    fields = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", text, re.M | re.S)
+    (text,) = re.findall(r"Attributes:\n(.*)", inspect.getdoc(Context) or "", re.S)
+    fields = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", text, re.M | re.S)
     rows = [f"| `{name}` | {_cell(' '.join(meaning.split()))} |" for name, meaning in fields]
     return "\n".join(["| field | meaning |", "|---|---|", *rows])
 

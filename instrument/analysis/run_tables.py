@@ -72,7 +72,7 @@ def _frame_of(
     """Return some columns of a table of one run, of which `custom` are custom ones."""
     has_extremes = table == "stats" and not REMAINDERS.keys().isdisjoint(columns)
     rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes), condition)
-    frame = to_frame(with_custom_columns(rows, custom).select(columns))
+    frame = to_frame((with_custom_columns(rows, custom) if custom else rows).select(columns))
     if has_extremes:
         set_exact_integers(frame, rows)
     if table == "stats" and SHAPE.name in frame:
