@@ -183,9 +183,8 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        if (
-            "duckdb" in sys.modules
-        ):  # at the end of the process, it prints the names of its objects that were not collected
+        if "duckdb" in sys.modules:
+            # At the end of the process, it prints the names of its objects that were not collected.
             atexit.register(gc.unfreeze)
 
 

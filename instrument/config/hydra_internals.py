@@ -197,9 +197,8 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
     """
     lists = {str(default.config_path): [*_listed(result)] for default, result in zip(defaults, results, strict=True)}
     root = [entry for default in defaults if default.primary for entry in lists[str(default.config_path)]]
-    owners: dict[
-        tuple[str, str], dict[str, str]
-    ] = {}  # by section and name, the files that define it, with their labels
+    # By section and name: the files that define it, with their labels.
+    owners: dict[tuple[str, str], dict[str, str]] = {}
     problems: list[Problem] = []
     for default, result in zip(defaults, results, strict=True):
         file = str(default.config_path)

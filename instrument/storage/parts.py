@@ -210,7 +210,7 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             batches = (with_positions(table, *each) for each in reading.stacks())
             for group in grouped(batches, max_rows, ROW_GROUP_BYTES):
-                rows = in_order(table, as_table(table, joined(group)))
+                rows = in_order(table, as_table(table, joined(group).combine_chunks()))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
     if reading.problem is None:

@@ -48,11 +48,11 @@ def files_of(folder: Path) -> Iterator[str]:
 def local_parts(folder: Path, rank: int | None = None) -> Iterator[Path]:
     """Yield the parts of all tables and the ended block files, of all processes or of one.
 
-    Block files come first: a reader that finds a part remotely also finds the bytes of its rows.
+    Block files come first: a reader that finds a part remotely also finds the bytes of its rows. They are listed last, since a run can
+    end a block and write a part while they are sent.
     """
-    yield from (file for part, file in block_files(folder, ended=True).items() if rank in (None, part.rank))
-    for table in TABLES:
-        yield from (file for part, file in part_files(folder, table).items() if rank in (None, part.rank))
+    parts = [each for table in TABLES for each in part_files(folder, table).items()]
+    yield from (file for part, file in (*block_files(folder, ended=True).items(), *parts) if rank in (None, part.rank))
 
 
 def is_same_run(folder: Path, remote: RemoteFolder) -> bool | None:

@@ -142,6 +142,30 @@ def test_part_is_uploaded_once(started_upload: Upload, folder: Path, remote: Fai
     assert (again.files, again.failed) == (0, {})
 
 
+def test_part_that_ends_while_a_block_file_is_sent_follows_its_own_block_file(
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_tensors(number: int) -> None:
+        block = Part(0, number).block(folder)
+        block.parent.mkdir(exist_ok=True)
+        block.write_bytes(b"1234")
+        add_part(folder, Part(0, number), "tensors")
+
+    def put(file: Path, name: str) -> None:
+        FailingRemote.put(remote, file, name)
+        if name == "blocks/block-0000-000000.raw":
+            add_tensors(1)
+
+    add_tensors(0)
+    monkeypatch.setattr(remote, "put", put)
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload._send_new_parts()
+    running_upload._send_new_parts()
+    sent = [name for name in remote.puts if name.startswith(("blocks/", "tensors/"))]
+    pairs = [[f"blocks/block-0000-00000{n}.raw", f"tensors/part-0000-00000{n}.parquet"] for n in range(2)]
+    assert sent == [name for pair in pairs for name in pair]
+
+
 def test_part_written_in_the_same_clock_tick_is_uploaded(folder: Path, remote: FailingRemote) -> None:
     running_upload = Upload(folder, remote, rank=0)
     running_upload._send_new_parts()
