@@ -354,7 +354,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forward")
     command = [*COMMAND, "train.checkpoint.every=3"]
     train_here(folder / "whole", *command, "report=true")
-    stop_and_resume(folder / "stopped", *command, calls=8, function="forward.forward_step")
+    stop_and_resume(folder / "stopped", *command, calls=8, function="loop.forward_step")
     return folder
 
 
