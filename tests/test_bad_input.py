@@ -392,6 +392,10 @@ def test_file_that_is_not_an_experiment_is_refused(workdir: Path, text: str, exp
     assert expected in refusal_of("+exp=mine")
 
 
+def test_missing_experiment_names_the_file_that_is_expected(workdir: Path) -> None:
+    assert f"the file conf/exp/mine.yaml in the working folder, {workdir}\n" in refusal_of("+exp=mine")
+
+
 MODELS = {
     "not a Module": ("class Net:\n    pass\n", ["model: must be a torch.nn.Module, but", "returned Net"]),
     "constructor fails": (

@@ -48,7 +48,10 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
         options = getattr(error, "options", None) or _options(missing[1], folders)
         options = [*options, *(TASKS if missing[1] == "task" else ())]
         message = "unknown option of this group" if options else "unknown group"
-        return Problem(missing[1], message, missing[2], options, similar_names(missing[2], options))
+        similar, own = similar_names(missing[2], options), f"conf/{missing[1]}/{missing[2]}.yaml"
+        is_own = missing[1] == "exp" or not (similar or missing[1].startswith("hydra"))  # experiments have any name
+        fix = f"your own option is the file {own} in the working folder, {Path.cwd()}" if options and is_own else ""
+        return Problem(missing[1], message, missing[2], options, similar, fix)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _key_problem(error, error.__cause__)
     text = _one_line(error)
