@@ -393,7 +393,7 @@ def test_file_that_is_not_an_experiment_is_refused(workdir: Path, text: str, exp
 
 
 def test_missing_experiment_names_the_file_that_is_expected(workdir: Path) -> None:
-    assert f"the file conf/exp/mine.yaml in the working folder, {workdir}\n" in refusal_of("+exp=mine")
+    assert f"the file conf/exp/mine.yaml in the working folder, {workdir}" in refusal_of("+exp=mine")
 
 
 MODELS = {

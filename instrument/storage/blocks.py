@@ -89,7 +89,7 @@ def copy_rows(content: Bytes, rows: np.ndarray[Any, Any], indices: np.ndarray[An
 def read_in_threads(
     read: Callable[..., T], calls: Sequence[tuple[Any, ...]], threads: int = READING_THREADS
 ) -> list[T]:
-    """Return the results of calls of a function that reads tensors. After an error or an interrupt, no thread begins another part of the calls."""
+    """Return the results of calls of a function that reads tensors. After an error, no thread begins another part of the calls."""
     size = -(-len(calls) // READING_TASKS) or 1
     with ThreadPoolExecutor(threads) as pool:
         tasks = (calls[start : start + size] for start in range(0, len(calls), size))
