@@ -449,4 +449,6 @@ def importance(
     label_locations(axes, names)
     axes.grid(axis="x")
     bars = f"; bars: {100 * current().interval:g}% intervals" if current().interval else ""
-    return finished(charts, f"importance for {title}", xlabel=f"fraction of the variance\n{len(values)} runs{bars}")
+    return finished(
+        charts, f"importance for {title}", xlabel=f"fraction of the variance\n{np.isfinite(values).sum()} runs{bars}"
+    )

@@ -489,6 +489,15 @@ def test_points_without_neighbors_have_markers(small_report: OpenReport) -> None
     assert small_report.page.evaluate(line, [1.0, 2.0, None, 2.0, 3.0]) == ["lines", None]
 
 
+def test_steps_added_to_a_drawn_curve_are_drawn(small_report: OpenReport) -> None:
+    draw = (
+        "async () => { const chart = document.body.appendChild(document.createElement('div')), curve = {x: [0], y: [1]};"
+        " await plot(chart, [curve]); curve.x.push(1); curve.y.push(2); await plot(chart, [curve]);"
+        " const drawn = chart.calcdata[0].length; chart.remove(); return drawn; }"
+    )
+    assert small_report.page.evaluate(draw) == 2
+
+
 def test_bands_have_gaps_at_missing_values(small_report: OpenReport) -> None:
     band = "y => { const {x, y: outline} = band([0, 2, 4, 6, 8], y, y.map(at => at && at + 1), '', '', 0); return [x, outline]; }"
     x, y = small_report.page.evaluate(band, [1.0, 2.0, None, 3.0, 4.0])
