@@ -72,9 +72,9 @@ def metric_rows(history: RunHistory) -> list[Row]:
             if name not in metrics.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
                 continue
             line = sparkline(metrics.values(name, metrics.groups())[0])
-            rows.append(Row((_in_phase(name, phase), line, format_number(float(metrics.last(name)[0]))), False))
+            rows.append(Row((_in_phase(name, phase), line, format_number(history.last_metric(phase, name))), False))
     for (phase, name), steps in history.not_finite.items():
-        rows.append(Row((_in_phase(name, phase), f"not finite from step {min(steps):,}", ""), True))
+        rows.append(Row((_in_phase(name, phase), f"first not finite at step {min(steps):,}", ""), True))
     return rows
 
 

@@ -74,6 +74,18 @@ def test_frame_shows_findings_before_the_layers_that_changed_most(
     assert layers[2][3:] == ["▅▅▅▅▅▅▅▅", "1", "1"]
 
 
+def test_reader_that_closes_the_output_is_not_an_error_of_the_port(
+    running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(state: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(watch, "print_json", close)
+    with pytest.raises(BrokenPipeError):
+        watch.main([str(running), "--once", "--json"])
+    assert capsys.readouterr().err == ""
+
+
 def test_page_shows_how_many_steps_follow(running: Path) -> None:
     live = LiveRun(running)
     live.refresh()
