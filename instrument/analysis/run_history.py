@@ -139,9 +139,11 @@ class RunHistory:
 
     @property
     def steps(self) -> int | None:
-        """The number of steps of the run; None if the configuration does not contain it."""
-        train = (self.info.get("config") or {}).get("train")
-        steps = train.get("steps") if isinstance(train, Mapping) else None
+        """The number of steps of a training; None if the configuration does not contain it, and for a replay."""
+        config = self.info.get("config") or {}
+        is_training = config.get("mode") != "forward" and not self.info.get("replay")
+        train = config.get("train")
+        steps = train.get("steps") if is_training and isinstance(train, Mapping) else None
         return steps if isinstance(steps, int) else None
 
     def last_metric(self, phase: str, name: str) -> float | None:

@@ -92,6 +92,23 @@ def test_values_are_those_of_the_tables(watched: Watched) -> None:
     assert effects.values("norm_before", effects.groups()).shape == (len(effects.locations), STEPS)
 
 
+@pytest.mark.parametrize(
+    ("more", "progress"),
+    [
+        ({}, "2 of 100"),
+        ({"config": {"mode": "forward", "train": {"steps": 100}}}, "2"),
+        ({"used": {"replay": {"source": "runs/a", "steps": [0, 2]}}}, "2"),
+    ],
+)
+def test_only_a_training_has_the_configured_number_of_steps(
+    tmp_path: Path, more: dict[str, Any], progress: str
+) -> None:
+    rows = {"metrics": [{"step": 1, "loss": 1.0}]}
+    live = LiveRun(write_run(tmp_path / "run", **{"config": {"train": {"steps": 100}}, **more}, rows=rows))
+    live.refresh()
+    assert live.progress == progress
+
+
 def test_last_value_of_a_metric_may_not_be_finite(tmp_path: Path) -> None:
     train = [{"step": step, "loss": loss} for step, loss in enumerate([1.0, math.nan, 3.0, math.nan])]
     evaluation = {"step": 4, "phase": "eval", "loss": math.nan, "accuracy": 0.5}
