@@ -519,6 +519,20 @@ def test_logarithmic_axis_has_no_line_to_a_value_of_zero(small_report: OpenRepor
 
 
 @pytest.mark.slow
+def test_sweep_shows_a_metric_of_some_steps(open_page: Open, tmp_path: Path) -> None:
+    for name in "ab":
+        with instrument.attach(nn.Linear(2, 2), {}, out=tmp_path / name) as probe:
+            for step in range(5):
+                if step % 2 == 0:
+                    probe.log(score=float(step))
+                probe.end_step()
+    with open_page(instrument.load(tmp_path)) as report:
+        report.choose("training-metric", "score")
+        curves = "document.getElementById('training-chart').data.map(({mode, marker}) => [mode, marker?.size])"
+        assert report.page.evaluate(curves) == [["lines+markers", [7, 0, 7, 0, 7]]] * 2
+
+
+@pytest.mark.slow
 def test_configuration_can_be_copied(full_report: OpenReport) -> None:
     full_report.page.click("#configuration summary")
     full_report.page.click("#copy")
