@@ -54,7 +54,7 @@ class LocationView(NamedTuple):
     statistic: str
     values: np.ndarray  # over the groups of steps; NaN for a missing value
     not_finite: np.ndarray  # whether a group contains NaN or infinite elements
-    last: float  # at the last step
+    last: float  # at the last step; NaN if the tensor is not finite there
     ratio: float  # of the last value to the median over the steps; NaN if it is undefined
 
     @property
@@ -72,9 +72,9 @@ def metric_rows(history: RunHistory) -> list[Row]:
             if name not in metrics.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
                 continue
             line = sparkline(metrics.values(name, metrics.groups())[0])
-            rows.append(Row((_in_phase(name, phase), line, format_number(float(metrics.last(name)[0]))), False))
+            rows.append(Row((_in_phase(name, phase), line, format_number(history.last_metric(phase, name))), False))
     for (phase, name), steps in history.not_finite.items():
-        rows.append(Row((_in_phase(name, phase), f"not finite from step {min(steps):,}", ""), True))
+        rows.append(Row((_in_phase(name, phase), f"first not finite at step {min(steps):,}", ""), True))
     return rows
 
 
@@ -109,6 +109,7 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
     for name in series.problem_counts:
         if name in names:
             bad |= history.values(name, groups) > 0
+            last = np.where(history.last_steps(statistic) < history.last_steps(name), np.nan, last)
     for row, location in enumerate(history.locations):
         known = np.abs(values[row][~np.isnan(values[row])])
         median = float(np.median(known)) if len(known) else 0.0

@@ -63,6 +63,7 @@ class RunHistory:
         metrics: The metrics by phase. The only location is empty.
         places: The layer and the module type of each location.
         not_finite: By phase and metric, steps at which the metric was recorded but is not finite.
+        last_metrics: By phase and metric, the last step at which it was recorded, and its value there.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any], room: int = MAX_VALUES, version: int = 0) -> None:
@@ -82,6 +83,7 @@ class RunHistory:
         self.distributions = DistributionHistory()
         self.metrics: dict[str, StepHistory] = {}
         self.not_finite: dict[tuple[str, str], list[int]] = {}
+        self.last_metrics: dict[str, dict[str, tuple[int, float]]] = {}
         self.places: dict[str, tuple[str, str]] = {}
         self._measured: dict[RecordedSeries, StepHistory] = {}
         self._spread: dict[RecordedSeries, StepHistory] = {}  # minimum, maximum and median of distributions
@@ -137,17 +139,17 @@ class RunHistory:
 
     @property
     def steps(self) -> int | None:
-        """The number of steps of the run; None if the configuration does not contain it."""
-        train = (self.info.get("config") or {}).get("train")
-        steps = train.get("steps") if isinstance(train, Mapping) else None
+        """The number of steps of a training; None if the configuration does not contain it, and for a replay."""
+        config = self.info.get("config") or {}
+        is_training = config.get("mode") != "forward" and not self.info.get("replay")
+        train = config.get("train")
+        steps = train.get("steps") if is_training and isinstance(train, Mapping) else None
         return steps if isinstance(steps, int) else None
 
     def last_metric(self, phase: str, name: str) -> float | None:
-        """Return the last finite value of a metric; None without a value."""
-        history = self.metrics.get(phase)
-        if history is None or name not in history.statistics:
-            return None
-        return float(history.last(name)[0])
+        """Return the last value of a metric, which may not be finite; None without a value."""
+        _, value = self.last_metrics.get(phase, {}).get(name, (-1, None))
+        return value
 
     def _add_stats(self, rows: pa.Table) -> None:
         rows = with_custom_columns(rows, self.custom)
@@ -218,6 +220,11 @@ class RunHistory:
                     bad_steps = self.not_finite.setdefault((phase, name), [])
                     bad_steps += steps[here][bad][: max(0, MAX_STEPS - len(bad_steps))].tolist()
                 values[name] = np.where(bad, np.nan, column)
+                if there.any():
+                    at = int(np.where(there, steps[here], -1).argmax())
+                    last = self.last_metrics.setdefault(phase, {})
+                    if name not in last or last[name][0] <= steps[here][at]:
+                        last[name] = int(steps[here][at]), float(column[at])
             history = self.metrics.setdefault(phase, StepHistory(self.room))
             history.add([""], np.zeros(here.sum(), np.int64), steps[here], values, self.version)
 

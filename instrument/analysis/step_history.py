@@ -191,6 +191,10 @@ class StepHistory:
         """Return a statistic at the largest step of each location; float64, shape [locations]; NaN without a value."""
         return self._values[statistic].last[: len(self.locations)]
 
+    def last_steps(self, statistic: str) -> np.ndarray:
+        """Return the steps of `last`; int64, shape [locations]; -1 without a value."""
+        return self._values[statistic].last_step[: len(self.locations)]
+
     @property
     def last_step(self) -> int:
         """The largest step; -1 if there are no rows."""

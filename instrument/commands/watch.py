@@ -61,7 +61,11 @@ def main(args: argparse.Namespace) -> int:
     console = wide_console()
     try:
         if args.web:
-            return _serve(args.run, args.port, interval, takes_changes=args.control)
+            try:
+                return _serve(args.run, args.port, interval, takes_changes=args.control)
+            except OSError as error:
+                print(f"--port {args.port}: {error.strerror}", file=sys.stderr)
+                return 1
         live, frame = open_view(args.run)
         if args.once:
             live.refresh()
@@ -72,9 +76,6 @@ def main(args: argparse.Namespace) -> int:
         else:
             _follow(live, frame, console, interval)
         return 0 if live.is_successful else 1
-    except OSError as error:
-        print(f"--port {args.port}: {error.strerror}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
 from ..analysis.config_key_effects import importance_of, student
 from ..analysis.finite import finite_only
@@ -25,11 +28,11 @@ from ..analysis.plot_data import (
     statistics_in,
 )
 from ..analysis.run_history import METRICS
-from ..analysis.run_tables import IN_MEMORY
+from ..analysis.run_tables import IN_MEMORY, RunTables
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..storage.run_files import RunFiles
-from ..tables.schemas import TABLES
+from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
     LETTER,
@@ -117,7 +120,7 @@ def compare(
         check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
-        rows = _metric(frame, y, phase or _usual_phase(frame, y, x))
+        rows = _metric(several, frame, y, phase or _usual_phase(frame, y, x))
     elif layer is not None:
         fitting = pd.concat([series.of(frame) for series in series_with(frame, y)])
         series, location, found = select_location(fitting, layer, **wanted)
@@ -135,8 +138,8 @@ def final_values(
     runs: Run | Sequence[Run] | pd.DataFrame, metric: str, phase: str | None = None
 ) -> tuple[pd.Series, pd.DataFrame, str]:
     """Return the last recorded value of a metric of each run, float64 [runs], with the differing overrides and a title."""
-    _, _, frame, overrides = _opened(runs, metric, are_metrics=True)
-    curves = _metric(frame, metric, phase or _usual_phase(frame, metric, metric))
+    several, _, frame, overrides = _opened(runs, metric, are_metrics=True)
+    curves = _metric(several, frame, metric, phase or _usual_phase(frame, metric, metric))
     values = pd.Series({run: float(line.iloc[-1]) for run, line in curves.values.items()}, dtype=np.float64)
     return values, overrides.drop(columns=metric, errors="ignore").reindex(values.index), curves.title
 
@@ -171,13 +174,28 @@ def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:
     return name in metrics and bool(metrics.loc[metrics["phase"] == phase, name].notna().any())
 
 
-def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
+def _metric(several: Run | pd.DataFrame, frame: pd.DataFrame, name: str, phase: str) -> Curves:
     check_choice(phase, list(frame["phase"]), "phase", "no metrics were recorded in this phase")
     rows = frame[frame["phase"] == phase]
     there = [one for one in dict.fromkeys((*METRICS, name)) if _has(frame, one, phase)]
     check_choice(name, there, "y", f"no run has a value of this metric in phase {phase}")
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
+    if isinstance(several, Run):  # a DataFrame does not distinguish steps without the metric from a NaN
+        parts = zip(several.names, map(several.single, range(len(several.names))), strict=True)
+        recorded = {run: _recorded(part, name, phase) for run, part in parts if run in values}
+        values = {run: line for run, line in recorded.items() if len(line)}
     return Curves(f"{name} ({phase})", METRICS.get(name, name), values)
+
+
+def _recorded(run: RunTables, name: str, phase: str) -> pd.Series:
+    """Return a metric over the steps of a phase at which it was recorded."""
+    if name not in (*METRICS, *run.custom_metrics):
+        return pd.Series(dtype=np.float64)
+    cells = ds.field(name)
+    if name not in METRICS:
+        cells = pc.map_lookup(ds.field(CUSTOM.name), query_key=pa.scalar(name), occurrence="first")
+    rows = run.read("metrics", ["step", name], cells.is_valid() & (ds.field("phase") == phase))
+    return rows.groupby("step")[name].mean()
 
 
 def _over_locations(
@@ -449,4 +467,6 @@ def importance(
     label_locations(axes, names)
     axes.grid(axis="x")
     bars = f"; bars: {100 * current().interval:g}% intervals" if current().interval else ""
-    return finished(charts, f"importance for {title}", xlabel=f"fraction of the variance\n{len(values)} runs{bars}")
+    return finished(
+        charts, f"importance for {title}", xlabel=f"fraction of the variance\n{np.isfinite(values).sum()} runs{bars}"
+    )

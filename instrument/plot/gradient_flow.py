@@ -8,7 +8,15 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, select_series, statistics_in
+from ..analysis.plot_data import (
+    Matrix,
+    RecordedSeries,
+    forward_order,
+    matrices,
+    row_locations,
+    select_series,
+    statistics_in,
+)
 from ..errors import InstrumentError
 from ..tables.statistics import USUAL_UPDATE_RATIOS
 from .axes_and_scales import (
@@ -40,6 +48,7 @@ class FirstAndLast(NamedTuple):
     statistic: str
     series: RecordedSeries
     table: Matrix
+    is_recorded: np.ndarray  # whether there are rows of a location at a step; bool, shape of the values
 
 
 @plot(interval="draws a single run, so there are no means over seeds")
@@ -83,7 +92,8 @@ def gradient_flow(
 def _first_and_last(stats: pd.DataFrame, series: RecordedSeries, statistic: str, order: list[str]) -> FirstAndLast:
     rows = series.of(stats)
     rows = rows[rows["step"].isin([rows["step"].min(), rows["step"].max()])]
-    return FirstAndLast(statistic, series, matrices(rows, [statistic], order, 2)[statistic])
+    table = matrices(rows, [statistic], order, 2)[statistic]
+    return FirstAndLast(statistic, series, table, pd.crosstab(row_locations(rows, order), rows["step"]).to_numpy() > 0)
 
 
 def _draw_figure(charts: list[FirstAndLast]) -> Figure:
@@ -126,9 +136,11 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
 def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
     notes = []
-    for step, values in zip(chart.table.first.tolist(), chart.table.values.T, strict=True):
-        zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
-        counts = [f"{zero} zero"] * bool(zero) + [f"{none} not finite"] * bool(none)
+    for step, values, is_recorded in zip(
+        chart.table.first.tolist(), chart.table.values.T, chart.is_recorded.T, strict=True
+    ):
+        omitted = {"zero": values == 0, "not finite": np.isnan(values) & is_recorded, "not recorded": ~is_recorded}
+        counts = [f"{where.sum()} {name}" for name, where in omitted.items() if where.any()]
         if counts:
             notes.append(f"not shown at step {step:,}: {', '.join(counts)}")
     return notes

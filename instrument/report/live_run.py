@@ -85,10 +85,7 @@ class LiveRun(RunHistory):
     @property
     def state(self) -> dict[str, Any]:
         """What `watch --once --json` prints: status, steps, the last metrics by phase, and findings."""
-        last = {
-            phase: {name: float(history.last(name)[0]) for name in history.statistics}
-            for phase, history in self.metrics.items()
-        }
+        last = {phase: {name: value for name, (_, value) in each.items()} for phase, each in self.last_metrics.items()}
         names = {"folder": self.folder, "status": self.info["status"], "error": self.info.get("error")}
         return {**names, "step": self.step, "steps": self.steps, "metrics": last, "findings": self.findings()}
 

@@ -121,7 +121,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         origin = f"{what} of {replay['source']}, steps {first} to {stop - 1}"
     means = info.get("metrics") or {}
     steps = history.step - first
-    total = history.steps if info["status"] == "running" and forward is None and not replay else None
+    total = history.steps if info["status"] == "running" else None
     of_forward = {} if forward is None else {f"mean {name}": means.get(name) for name in ("loss", "accuracy")}
     started, ended = (datetime.fromisoformat(info[key]) if info.get(key) else None for key in ("started", "ended"))
     facts = {

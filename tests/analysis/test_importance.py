@@ -64,11 +64,13 @@ def test_a_wider_confidence_level_gives_wider_intervals() -> None:
 def test_bars_are_the_table() -> None:
     factors, losses = grid(0.5)
     frame = factors.assign(run=factors.index.astype(str), loss=losses, step=0, phase="train", rank=0)
-    axes = importance(frame).axes[0]
+    diverged = frame.tail(1).assign(run="diverged", loss=np.inf)
+    axes = importance(pd.concat([frame, diverged])).axes[0]
     bars = [bar.get_width() for bar in axes.patches]  # type: ignore[attr-defined]
     assert bars == importance_of(factors, losses)["importance"].tolist()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rate", "act", "seed", "interactions"]
     assert axes.get_title() == "importance for loss (train)"
+    assert axes.get_xlabel().splitlines()[1] == "24 runs; bars: 95% intervals"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def test_run_with_nan_loss_has_a_cross(sweep: instrument.Run, x: str | None, at:
     (cross,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
     assert cross.get_xdata() == [at]
     assert words in legend_of(figure)
+
+
+def test_steps_without_a_metric_are_not_called_not_finite(tmp_path: Path) -> None:
+    for name, last in (("a", 5.0), ("b", math.nan)):
+        with instrument.attach(nn.Linear(1, 1), {}, out=tmp_path / name) as probe:
+            for step in range(4):
+                if step % 2 == 0:
+                    probe.log(score=last if step else 1.0)
+                probe.end_step()
+    axes = compare(instrument.load(tmp_path), "score").axes[0]
+    assert [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "x"] == [[[0.0, 1.0]]]
+    drawn = [line.get_xydata() for line in axes.lines if line.get_marker() != "x"]
+    np.testing.assert_array_equal(drawn, [[[0, 1], [2, 5]], [[0, 1], [2, math.nan]]])
 
 
 @pytest.mark.slow

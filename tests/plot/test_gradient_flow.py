@@ -72,13 +72,13 @@ def test_updates_of_other_parameters_are_drawn_below() -> None:
 
 
 def test_values_that_cannot_be_shown_are_noted_on_the_axis() -> None:
-    frame = stats_of({"a": [0.0, math.nan], "b": [1.0, math.nan]})
+    frame = stats_of({"a": [0.0, math.nan], "b": [1.0, math.nan], "c": [1.0]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         axes = gradient_flow(frame).axes[0]
     assert axes.get_xlabel().splitlines()[1:] == [
         "not shown at step 0: 1 zero",
-        "not shown at step 1: 2 not finite",
+        "not shown at step 1: 2 not finite, 1 not recorded",
     ]
     assert np.isnan(marks(axes)["a.weight"]).all()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,3 +164,9 @@ def test_zeros_are_marked_on_a_logarithmic_scale(run: instrument.Run) -> None:
     assert isinstance(colours.norm, LogNorm)
     assert zeros.get_array().mask.tolist() == [[True, True, False]]
     assert any("zero" in text.get_text() for legend in figure.legends for text in legend.get_texts())
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.5])
+def test_most_steps_must_be_positive(most: Any) -> None:
+    with pytest.raises(InstrumentError, match="most_steps: must be an integer that is at least 1"):
+        heatmap(stats_of({"a": [1.0]}), "l2", most_steps=most)

@@ -239,8 +239,11 @@ def test_killed_run_is_drawn_and_non_finite_values_are_marked(open_page: Open, t
             with torch.no_grad():
                 model[3].bias[0] = math.nan
 
-    train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=poison)
+    without_updates = {name: hook for name, hook in EVERYTHING.items() if name != "updates"}
+    train(tmp_path / "r", convolutional(), without_updates, shape=(3, 8, 8), at_step=poison)
     with open_page(tmp_path / "killed") as report:
+        assert not report.page.is_visible("#updates-series")
+        assert "Not recorded" in report.page.inner_text("#updates-note")
         cells, crosses = report.plot("heatmap-chart")
         assert len(cells["x"]) == 3
         assert "has no coverage table" in report.page.inner_text("#coverage")
@@ -486,10 +489,47 @@ def test_points_without_neighbors_have_markers(small_report: OpenReport) -> None
     assert small_report.page.evaluate(line, [1.0, 2.0, None, 2.0, 3.0]) == ["lines", None]
 
 
+def test_steps_added_to_a_drawn_curve_are_drawn(small_report: OpenReport) -> None:
+    draw = (
+        "async () => { const chart = document.body.appendChild(document.createElement('div')), curve = {x: [0], y: [1]};"
+        " await plot(chart, [curve]); curve.x.push(1); curve.y.push(2); await plot(chart, [curve]);"
+        " const drawn = chart.calcdata[0].length; chart.remove(); return drawn; }"
+    )
+    assert small_report.page.evaluate(draw) == 2
+
+
+def test_bands_have_gaps_at_missing_values(small_report: OpenReport) -> None:
+    band = "y => { const {x, y: outline} = band([0, 2, 4, 6, 8], y, y.map(at => at && at + 1), '', '', 0); return [x, outline]; }"
+    x, y = small_report.page.evaluate(band, [1.0, 2.0, None, 3.0, 4.0])
+    assert x == [0, 2, 2, 0, None, 6, 8, 8, 6, None]
+    assert y == [1, 2, 3, 2, None, 3, 4, 5, 4, None]
+
+
+def test_missing_gradients_are_not_called_not_finite(small_report: OpenReport) -> None:
+    counts = {"nan_count": [[0, 0], [0, 3], [0, None]], "l2": [[0.0, 1.0], [1.0, None], [1.0, None]]}
+    series = {"role": "param_grad", "first": [0, 5], "last": [0, 5], "statistics": counts}
+    notes = small_report.page.evaluate("series => hiddenValuesNotes(...firstAndLast(series, 'l2'))", series)
+    assert notes == ["◁ 1 zero; 1 not finite at step 5; 1 not recorded at step 5"]
+
+
 def test_logarithmic_axis_has_no_line_to_a_value_of_zero(small_report: OpenReport) -> None:
     values = [1.0, 0.0, -1.0, None]
     assert small_report.page.evaluate("values => onAxis(values, 'log')", values) == [1.0, None, None, None]
     assert small_report.page.evaluate("values => onAxis(values, 'linear')", values) == values
+
+
+@pytest.mark.slow
+def test_sweep_shows_a_metric_of_some_steps(open_page: Open, tmp_path: Path) -> None:
+    for name in "ab":
+        with instrument.attach(nn.Linear(2, 2), {}, out=tmp_path / name) as probe:
+            for step in range(5):
+                if step % 2 == 0:
+                    probe.log(score=float(step))
+                probe.end_step()
+    with open_page(instrument.load(tmp_path)) as report:
+        report.choose("training-metric", "score")
+        curves = "document.getElementById('training-chart').data.map(({mode, marker}) => [mode, marker?.size])"
+        assert report.page.evaluate(curves) == [["lines+markers", [7, 0, 7, 0, 7]]] * 2
 
 
 @pytest.mark.slow

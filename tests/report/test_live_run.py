@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,12 @@ import instrument
 from instrument.analysis.config_comparison import rules_of
 from instrument.analysis.findings import findings
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
+from instrument.analysis.overview import metric_rows
 from instrument.analysis.run_history import MAX_EVENTS
 from instrument.commands.compact import main as compact
 from instrument.commands.findings import check
 from instrument.report.live_run import LiveRun
+from instrument.report.live_sweep import last_metrics
 from instrument.storage import parquet
 from instrument.storage.remote_folder import folder_at
 
@@ -87,6 +90,43 @@ def test_values_are_those_of_the_tables(watched: Watched) -> None:
     assert len(live.coverage) == len(run.coverage)
     (effects,) = live.effects.values()
     assert effects.values("norm_before", effects.groups()).shape == (len(effects.locations), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("more", "progress"),
+    [
+        ({}, "2 of 100"),
+        ({"config": {"mode": "forward", "train": {"steps": 100}}}, "2"),
+        ({"used": {"replay": {"source": "runs/a", "steps": [0, 2]}}}, "2"),
+    ],
+)
+def test_only_a_training_has_the_configured_number_of_steps(
+    tmp_path: Path, more: dict[str, Any], progress: str
+) -> None:
+    rows = {"metrics": [{"step": 1, "loss": 1.0}]}
+    live = LiveRun(write_run(tmp_path / "run", **{"config": {"train": {"steps": 100}}, **more}, rows=rows))
+    live.refresh()
+    assert live.progress == progress
+
+
+def test_last_value_of_a_metric_may_not_be_finite(tmp_path: Path) -> None:
+    train = [{"step": step, "loss": loss} for step, loss in enumerate([1.0, math.nan, 3.0, math.nan])]
+    evaluation = {"step": 4, "phase": "eval", "loss": math.nan, "accuracy": 0.5}
+    rows = {"metrics": [*train, {"step": 4, "accuracy": 0.25}, evaluation]}
+    live = LiveRun(write_run(tmp_path / "run", rows=rows))
+    live.refresh()
+    assert live.state["metrics"] == {
+        "train": {"loss": pytest.approx(math.nan, nan_ok=True), "accuracy": 0.25},
+        "eval": {"loss": pytest.approx(math.nan, nan_ok=True), "accuracy": 0.5},
+    }
+    assert last_metrics(live) == {"loss": pytest.approx(math.nan, nan_ok=True), "accuracy": 0.5}
+    assert [row.cells[::2] for row in metric_rows(live)] == [
+        ("loss", "nan"),
+        ("accuracy", "0.25"),
+        ("eval accuracy", "0.5"),
+        ("loss", ""),
+        ("eval loss", ""),
+    ]
 
 
 @pytest.mark.slow

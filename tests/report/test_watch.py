@@ -69,9 +69,21 @@ def test_frame_shows_findings_before_the_layers_that_changed_most(
     assert lines[finding].split(maxsplit=3)[1:] == ["broken", "5", "values are [not] finite (3 events)"]
     layers = [line.split() for line in lines[finding:] if line.startswith("seen")]
     assert [layer[1] for layer in layers] == ["broken", "growing", "steady"]
-    assert layers[0][3] == "▅▅▅▅▅!!!"
+    assert layers[0][3:] == ["▅▅▅▅▅!!!"]  # without a last value
     assert layers[1][3:] == ["▁▂▃▄▅▆▇█", "128", "10.7"]
     assert layers[2][3:] == ["▅▅▅▅▅▅▅▅", "1", "1"]
+
+
+def test_reader_that_closes_the_output_is_not_an_error_of_the_port(
+    running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(state: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(watch, "print_json", close)
+    with pytest.raises(BrokenPipeError):
+        watch.main([str(running), "--once", "--json"])
+    assert capsys.readouterr().err == ""
 
 
 def test_page_shows_how_many_steps_follow(running: Path) -> None:

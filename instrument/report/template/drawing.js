@@ -46,6 +46,7 @@ function layout(more = {}) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
     margin: { l: 10, r: 10, t: 6, b: 10 },
     dragmode: isNarrow() ? false : "zoom",
+    datarevision: performance.now(), // a page in progress adds steps to the arrays that are drawn
     uirevision: typeof follow === "function" ? [...document.querySelectorAll("select")].map((select) => select.value).join() : undefined,
     ...rest,
     xaxis: { ...axis, ...xaxis },

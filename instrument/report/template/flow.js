@@ -10,8 +10,8 @@ RUN.push((report) => {
     const draw = () => dumbbells("flow-chart", report, gradients[Number(document.getElementById("flow-series").value)], "l2", "gradient norm (l2)");
     drawOn(["flow-series"], draw);
   } else document.getElementById("flow-gradients").hidden = true;
+  fillSelect("updates-series", updates.map((series, i) => [i, series.label]));
   if (updates.length) {
-    fillSelect("updates-series", updates.map((series, i) => [i, series.label]));
     const chosen = () => updates[Number(document.getElementById("updates-series").value)];
     const draw = () => dumbbells("updates-chart", report, chosen(), "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.usualUpdates);
     drawOn(["updates-series"], draw);
@@ -21,16 +21,22 @@ RUN.push((report) => {
 function firstAndLast(series, statistic) {
   const rows = series.statistics[statistic];
   const labels = stepLabels(series);
-  return [0, labels.length - 1].map((at) => ({ values: rows.map((row) => row[at]), step: labels[at] }));
+  return [0, labels.length - 1].map((at) => ({
+    values: rows.map((row) => row[at]), step: labels[at],
+    bad: rows.filter((row, i) => row[at] === null && isNotFinite(series, i, at)).length,
+  }));
 }
 
 /** Notes on the values that have no dot on the logarithmic axis. */
 function hiddenValuesNotes(first, last) {
-  const without = (end) => end.values.filter((value) => value === null).length;
   const ends = first.step === last.step ? [last] : [first, last];
   const zeros = [...first.values, ...last.values].filter((value) => value === 0).length;
-  const lost = ends.filter(without).map((end) => `${without(end)} not finite at step ${end.step}`);
-  const words = [...(zeros ? [`◁ ${zeros} zero`] : []), ...lost];
+  const words = zeros ? [`◁ ${zeros} zero`] : [];
+  for (const end of ends) {
+    const missing = end.values.filter((value) => value === null).length - end.bad;
+    if (end.bad) words.push(`${end.bad} not finite at step ${end.step}`);
+    if (missing) words.push(`${missing} not recorded at step ${end.step}`);
+  }
   return words.length ? [words.join("; ")] : [];
 }
 

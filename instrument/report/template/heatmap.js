@@ -65,15 +65,18 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   });
 }
 
-/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them.
- *  Infinite attention scores are masked keys. */
-function notFinite(series, labels) {
+/** Whether a tensor has non-finite elements. Infinite attention scores are masked keys. */
+function isNotFinite(series, row, column) {
   const counts = series.role === "scores" ? ["nan_count"] : ["nan_count", "inf_count"];
+  return counts.some((name) => series.statistics[name]?.[row][column] > 0);
+}
+
+/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them. */
+function notFinite(series, labels) {
   const x = [];
   const y = [];
   series.locations.forEach((location, row) => labels.forEach((label, column) => {
-    const bad = counts.some((name) => series.statistics[name]?.[row][column] > 0);
-    if (bad) { x.push(label); y.push(plain(location)); }
+    if (isNotFinite(series, row, column)) { x.push(label); y.push(plain(location)); }
   }));
   if (!x.length) return [];
   const marker = { symbol: "x-thin", size: 6, line: { color: "#D55E00", width: 1.6 } };

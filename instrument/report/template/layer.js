@@ -44,7 +44,7 @@ function quantileBands(distribution, report) {
   const traces = [];
   for (let i = 0; i < Math.floor(levels.length / 2); i += 1) {
     const name = `${formatNumber(100 * levels[i])} to ${formatNumber(100 * levels[levels.length - 1 - i])}%`;
-    traces.push(...band(distribution.steps, at(i), at(levels.length - 1 - i), name, report.colours[0], 0.14 + 0.12 * i));
+    traces.push(band(distribution.steps, at(i), at(levels.length - 1 - i), name, report.colours[0], 0.14 + 0.12 * i));
   }
   if (levels.length % 2) {
     const middle = (levels.length - 1) / 2;
@@ -54,13 +54,17 @@ function quantileBands(distribution, report) {
   return traces;
 }
 
+/** A band between two lines: one polygon for each range of steps without missing values. */
 function band(x, low, high, name, shade, opacity) {
   const alpha = Math.round(Math.min(opacity, 0.9) * 255).toString(16).padStart(2, "0");
-  const edge = { x, mode: "lines", line: { width: 0 }, legendgroup: name };
-  return [
-    { ...edge, y: low, showlegend: false, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${name}</extra>` },
-    { ...edge, y: high, name, fill: "tonexty", fillcolor: shade + alpha, showlegend: true, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${name}</extra>` },
-  ];
+  const known = x.map((_, i) => i).filter((i) => (low[i] ?? null) !== null);
+  const ends = known.filter((i) => !known.includes(i + 1));
+  const pieces = ends.map((end, i) => known.filter((at) => at <= end && at > (ends[i - 1] ?? -1)));
+  const outline = (below, above) => pieces.flatMap((piece) => [...piece.map(below), ...[...piece].reverse().map(above), null]);
+  return {
+    x: outline((i) => x[i], (i) => x[i]), y: outline((i) => low[i], (i) => high[i]), name, mode: "lines", line: { width: 0 }, fill: "toself",
+    fillcolor: shade + alpha, hoveron: "points", hovertemplate: `step %{x}<br>%{y:.5g}<extra>${name}</extra>`,
+  };
 }
 
 /** Draw the histogram of each step as a column with the recorded bin edges; nothing is rebinned. */

@@ -173,7 +173,8 @@ function drawRuns(report) {
   const traces = runStyles(report, by).flatMap((look, i) => {
     const axis = report.curves[i][phase];
     if (!axis?.statistics[metric]) return [];
-    return [{ x: axis.first, y: axis.statistics[metric][0], mode: phase === "eval" ? "lines+markers" : "lines", ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` }];
+    const mode = phase === "eval" ? { mode: "lines+markers", marker: {} } : {};
+    return [stepLine(axis.first, axis.statistics[metric][0], look.name, { ...mode, ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` })];
   });
   const type = axisType(traces.map((trace) => trace.y), scale);
   const bad = [...new Set(report.curves.flatMap((axes) => axes[phase]?.bad[metric] ?? []))].sort((a, b) => a - b);
