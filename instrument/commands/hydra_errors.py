@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,10 @@ def _override_problem(error: OverrideParseException) -> Problem:
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
-    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    existing = [
+        folder / group for folder in folders if os.path.isdir(folder / group)
+    ]  # also false for a name that is too long
+    return sorted({file.stem for folder in existing for file in folder.glob("*.yaml")})
 
 
 def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
