@@ -60,7 +60,7 @@ class Layout:
         names: For each row, the requested statistics.
         scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
-        moment, moment_columns: The values of the latest moment that all rows have, and their columns.
+        moment_columns: The columns of the latest moment that all rows have, and their values.
         shapes: The column of the latest shapes, and what it depends on.
     """
 
@@ -68,8 +68,7 @@ class Layout:
     names: list[tuple[str, ...]]
     scaled: list[int]
     merged_slots: Keys | None = None
-    moment: list[Any] = field(default_factory=lambda: [None] * _MOMENT)
-    moment_columns: list[Column] = field(default_factory=lambda: [()] * _MOMENT)
+    moment_columns: list[tuple[Any, Column]] = field(default_factory=lambda: [(None, ())] * _MOMENT)
     shapes: tuple[bytes, Column] = b"", ()
 
     @cached_property
@@ -396,11 +395,14 @@ class SlabRows(StepColumns):
     def _moment_columns(self) -> list[Column]:
         if self.moment is None:
             return [*zip(*self.taken.moments_of_rows, strict=True)]
-        values, columns = self.layout.moment, self.layout.moment_columns
+        known, columns = self.layout.moment_columns, []
         for index, value in enumerate(self.moment):
-            if values[index] != value:  # otherwise, the message has these cells already
-                is_text, values[index] = isinstance(value, str), value
-                columns[index] = (value,) * len(self) if is_text else NumberColumn(np.array(value).repeat(len(self)))
+            before, cells = known[index]
+            if before != value:  # otherwise, the message has these cells already
+                count = len(self)
+                cells = (value,) * count if isinstance(value, str) else NumberColumn(np.array(value).repeat(count))
+                known[index] = value, cells  # together: another thread may read them
+            columns.append(cells)
         return columns
 
 
@@ -412,7 +414,7 @@ class StatisticsRows(SlabRows):
 
     Attributes:
         values: The requested built-in statistics, float64 [statistics, rows]; NaN for no value.
-        block: The same.
+        block: The same, for a message.
     """
 
     block: NumberBlock
@@ -423,7 +425,7 @@ class StatisticsRows(SlabRows):
         self.values = self._statistics()
         nulls, built_in = np.isnan(self.values), self.layout.built_in
         exact = {built_in.index(_FINGERPRINT): Sums(taken.numbers).bits} if _FINGERPRINT in built_in else {}
-        self.block = NumberBlock(self.values, nulls if nulls.any() else None, exact)
+        self.block = NumberBlock(self.values, nulls if np.count_nonzero(nulls) else None, exact)
 
     def _statistics(self) -> Matrix:
         """Return the requested built-in statistics. The registered ones become the additional part of their rows."""
@@ -513,7 +515,7 @@ class EffectRows(SlabRows):
         for row in taken.others:
             nulls[-1, row] = self._held[row] == 0
         self._columns = [*range(len(columns))]
-        self.block = NumberBlock(columns, nulls if nulls.any() else None, {})
+        self.block = NumberBlock(columns, nulls if np.count_nonzero(nulls) else None, {})
 
     def number_columns(self) -> Sequence[Column]:
         return [*self._columns, NumberColumn(self._held, np.isnan(self._held))]
