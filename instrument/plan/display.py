@@ -143,6 +143,9 @@ def _costs(data: Mapping[str, Any], forecast: Forecast, colours: Mapping[str, st
         table.add_row(name, action, str(len(hook["at"])), never + escape(hook["when"]), *_cost_cells(hook))
     if data["hooks"]:
         count = sum(len(hook["at"]) for hook in data["hooks"])
+        fixed = data["time"] - sum(hook["time"] or 0.0 for hook in data["hooks"])
+        if fixed >= 0.0005:
+            table.add_row("", "rules and metrics of each step", *[""] * 4, f"{fixed:+.1%}")
         table.add_section()
         table.add_row("[bold]total[/]", "", str(count), "", *(f"[bold]{cell}[/]" for cell in _cost_cells(data)))
     return table

@@ -117,6 +117,12 @@ def test_plan_row_shows_action_schedule_and_output() -> None:
     )
 
 
+def test_plan_shows_the_time_that_no_hook_takes() -> None:
+    lines = shown(all=SPECS["all"], steps=20)  # 1% of 20 ms, of 1 ms in total
+    assert line_with(lines, "rules and metrics of each step").split()[-1] == "+4.0%"
+    assert line_with(lines, "total").split()[-1] == "+5.0%"
+
+
 def test_plan_names_hooks_whose_functions_it_does_not_call() -> None:
     lines = shown(look={"layers": "**", "kind": "forward", "action": "call", "fn": {"_target_": "mine.look"}})
     (note,) = [i for i, line in enumerate(lines) if "which a plan does not call: look" in line]
