@@ -235,9 +235,8 @@ class _Run:
             raise ConfigError(Problem(where, message, value, shown(layers), fix=fix))
         rows = rows[rows["hook"] == rows["hook"].mode()[0]]
         call = self._like["call"] if rows["call"].isin(np.atleast_1d(self._like["call"])).any() else None
-        like = FeatureSelection(
-            layers[0] or ".", rows["hook"].iloc[0], "input", self._like["phase"], path=value, call=call
-        )
+        layer, hook, phase = layers[0] or ".", rows["hook"].iloc[0], self._like["phase"]
+        like = FeatureSelection(layer, hook, "input", phase, path=value, call=call)
         source = self._aligned(like, where, f"the input {value!r}")
         per_position = self._flat and (where != "with_targets" or len(source.batches[0].shape) > 1)
         source = self._located(source, where, f"the input {value!r}") if per_position else source
@@ -301,12 +300,10 @@ class ActivationDataset(Dataset[Batch]):
             if _shapes(run) != self._shapes or (run.targets is None) != (self._runs[0].targets is None):
                 given = f"{_shapes(run)} in {run.files.folder}"
                 raise ConfigError(Problem("layer", "the items of the runs differ in shape", given, str(self._shapes)))
-        self._dtypes = {
-            name: reduce(torch.promote_types, [run.sources[name].dtype for run in self._runs]) for name in self._shapes
-        }
-        self.item_bytes = sum(
-            prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items() if name.startswith("x.")
-        )
+        dtypes = {name: [run.sources[name].dtype for run in self._runs] for name in self._shapes}
+        self._dtypes = {name: reduce(torch.promote_types, each) for name, each in dtypes.items()}
+        sizes = {name: prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        self.item_bytes = sum(size for name, size in sizes.items() if name.startswith("x."))
         batches = [batch for run in self._runs for batch in run.batches]
         self._run_of = np.repeat(np.arange(len(self._runs)), [len(run.batches) for run in self._runs])
         self._number = np.concatenate([np.arange(len(run.batches)) for run in self._runs])
@@ -602,9 +599,8 @@ class ActivationBatches(IterableDataset[Batch]):
                 return data.join(items[order], buffers), _inverse(order)
             of = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end - 1, side="right") + 1)
             last = bounds[chunks[of] + 1]
-            pieces = np.stack(
-                [np.maximum(bounds[chunks[of]], last - (ends[of] - begin)), np.minimum(last, last - (ends[of] - end))]
-            )
+            first = np.maximum(bounds[chunks[of]], last - (ends[of] - begin))
+            pieces = np.stack([first, np.minimum(last, last - (ends[of] - end))])
             items = np.concatenate([np.arange(*piece) for piece in pieces[:, np.argsort(pieces[0])].T])
             if shuffle is None:
                 return data.join(items[places], buffers), None

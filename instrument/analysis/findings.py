@@ -23,7 +23,6 @@ import pyarrow.dataset as ds
 from ..config.hook_specs import describe_action
 from ..config.parse import parse_rules
 from ..config.rules import default_rules
-from ..errors import InstrumentError
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import location_label, location_name
 from ..tables.kinds import KINDS
@@ -50,8 +49,7 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
 
     `evaluates`: whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
     """
-    if len(run.folders) > 1:
-        raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
+    run.check_single()
     has_rules = "rules" in (run.info.get("config") or {})
     rules = rules_of(run.info) if has_rules else default_rules()
     evaluates &= not has_rules

@@ -152,11 +152,10 @@ class RunTables:
     def check_single(self, where: str = "run") -> None:
         """Raise a ConfigError for an argument with this name if there are several runs."""
         if len(self.folders) > 1:
-            message, fix = (
-                f"the folder contains {len(self.folders)} runs",
-                f"load one of them, such as {self.folders[0]}",
+            message = f"the folder contains {len(self.folders)} runs"
+            raise ConfigError(
+                Problem(where, message, str(self.path), fix=f"pass one of them, such as {self.folders[0]}")
             )
-            raise ConfigError(Problem(where, message, str(self.path), fix=fix))
 
     @property
     def problems(self) -> list[str]:

@@ -94,9 +94,8 @@ def diff(
     if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < math.inf):
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
     if not isinstance(steps, Sequence) or [isinstance(each, Integral | None) for each in steps] != [True, True]:
-        raise ConfigError(
-            Problem("steps", "must be a range of steps", steps, "(first, end), such as (0, 100) or (50, None)")
-        )
+        allowed = "(first, end), such as (0, 100) or (50, None)"
+        raise ConfigError(Problem("steps", "must be a range of steps", steps, allowed))
     if not isinstance(rename or {}, Mapping):
         raise ConfigError(Problem("rename", "must be a mapping from names in A to names in B", rename))
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
@@ -110,10 +109,8 @@ def diff(
             fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
             raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
     condition = _condition(steps)
-    tables = {
-        table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
-        for table in ("stats", "tensors")
-    }
+    of_a, of_b = ({name: recorded(run, name, condition) for name in ("stats", "tensors")} for run in runs)
+    tables = {name: (of_a[name], of_b[name]) for name in of_a}
     one, other = (in_execution_order(*(table[side].locations for table in tables.values())) for side in (0, 1))
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))

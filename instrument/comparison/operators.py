@@ -207,12 +207,8 @@ def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression |
 def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
     rows = run.read("operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())
-    names = (
-        rows["operator"]
-        .astype(str)
-        .str.replace(r"\.[^.]*$", "", regex=True)
-        .str.replace(_VARIANT, r"\1.\2", regex=True)
-    )
+    names = rows["operator"].astype(str).str.replace(r"\.[^.]*$", "", regex=True)
+    names = names.str.replace(_VARIANT, r"\1.\2", regex=True)
     return rows.assign(name=names, shape=rows["shape"].map(tuple))
 
 
@@ -249,9 +245,8 @@ def _first_differences(
     """
     matched = (rows.iloc[[pair[side] for pair in pairs]].reset_index(drop=True) for side, rows in enumerate(sides))
     both = pd.concat([rows.add_suffix(f"_{name}") for rows, name in zip(matched, "ab", strict=True)], axis=1)
-    is_other = (both["fingerprint_a"] != both["fingerprint_b"]).to_numpy(bool) | (
-        both["dtype_a"] != both["dtype_b"]
-    ).to_numpy(bool)
+    others = [(both[f"{name}_a"] != both[f"{name}_b"]).to_numpy(bool) for name in ("fingerprint", "dtype")]
+    is_other = others[0] | others[1]
     if not is_other.any():
         return 0, None, None
     known = [*zip(*pairs, strict=True)]
@@ -264,10 +259,8 @@ def _first_differences(
             tuple(rows["name"][last[side] + 1 : pairs[at][side]].drop(known[side], errors="ignore").drop_duplicates())
             for side, rows in enumerate(sides)
         ]
-        before = at, int((~is_other[:at]).sum())
-        return OperatorDifference(
-            a, b, OPERATOR_STATISTICS[which[at]], float(differences[at]), before, (between[0], between[1])
-        )
+        before, statistic = (at, int((~is_other[:at]).sum())), OPERATOR_STATISTICS[which[at]]
+        return OperatorDifference(a, b, statistic, float(differences[at]), before, (between[0], between[1]))
 
     above = np.flatnonzero(is_other & ((differences > tolerance) | (tolerance == 0)))
     unit = precision.unit if tolerance else 0.0
@@ -329,9 +322,8 @@ def _details(one: OperatorDifference) -> Iterator[str]:
     yield sizes if one.difference else "only the bits differ"
     count, equal = one.before
     if one.a["inputs"] == one.b["inputs"]:
-        reason = (
-            "it draws random numbers, so the random states differ" if one.a["random"] else "this operator is the reason"
-        )
+        is_random = one.a["random"]
+        reason = "it draws random numbers, so the random states differ" if is_random else "this operator is the reason"
         yield f"Its inputs are equal: {reason}."
     elif count == equal and not any(one.between) and pd.notna(one.a["inputs"]) and pd.notna(one.b["inputs"]):
         yield f"Its inputs differ already: {_EARLIER}"

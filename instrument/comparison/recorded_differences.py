@@ -195,9 +195,8 @@ class Comparison:
         if self._noise is None or self._given is not None:
             return table
         noise = self.tolerances[table.index] / NOISE_RATIO
-        return table.assign(
-            noise=noise, ratio=np.where(table["l2"] == 0.0, 0.0, table["l2"] / np.where(noise, noise, np.nan))
-        )
+        ratio = np.where(table["l2"] == 0.0, 0.0, table["l2"] / np.where(noise, noise, np.nan))
+        return table.assign(noise=noise, ratio=ratio)
 
     def _aligned(self, table: str, columns: Sequence[str], conditions: Sequence[ds.Expression]) -> pd.DataFrame:
         rows, left = aligned(self.runs, table, columns, self.locations, conditions)
@@ -360,10 +359,8 @@ def _without_leading_ones(rows: pd.DataFrame) -> pd.DataFrame:
             excess = len(longer) - len(shorter)
             if longer == [1] * excess + shorter:
                 del longer[:excess]
-        columns = zip(*pairs, strict=True)
-        rows = rows.assign(
-            **{f"{name}_{side}": pd.Series(column, rows.index) for side, column in zip("ab", columns, strict=True)}
-        )
+        one, other = (pd.Series(column, rows.index) for column in zip(*pairs, strict=True))
+        rows = rows.assign(**{f"{name}_a": one, f"{name}_b": other})
     return rows
 
 
@@ -373,9 +370,8 @@ def _errors_of(row: Mapping[str, Any]) -> TensorErrors | None:
         return _DIFFERENT_SHAPE
     if list(row["shape_a"]) != list(row["shape_b"]) or not (is_known(row["dtype_a"]) and is_known(row["dtype_b"])):
         return None
-    arrays = [
-        array_of(*(row[f"{name}_{side}"] for name in ("values", "data", "shape", "dtype")), copy=False) for side in "ab"
-    ]
+    cells = ([row[f"{name}_{side}"] for name in ("values", "data", "shape", "dtype")] for side in "ab")
+    arrays = [array_of(*each, copy=False) for each in cells]
     # A sink with `tensors: list` stores float64 as float32.
     dtypes = [
         "float32" if dtype == "float64" and array.dtype == np.float32 else dtype

@@ -119,9 +119,8 @@ class StatisticsSpec(ObservationSpec):
     @property
     def statistics(self) -> tuple[str, ...]:
         """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
-        requested = (
-            {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        )
+        sets = {"default": DEFAULT, "all": ALL, "none": ()}
+        requested = sets[self.stats] if isinstance(self.stats, str) else self.stats
         built_in = [name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS)]
         others = [name for name in requested if isinstance(name, str) and name not in ALL]
         return (*built_in, *dict.fromkeys(others))
@@ -189,10 +188,9 @@ class RecordSpec(_WithTableFields):
             is_gradient = self.definition.gradient and not any("grad" in role for role in roles)
             if roles and (self.tensor_role not in roles or is_gradient):
                 names = f"{', '.join(roles[:-1])} or {roles[-1]}" if roles[1:] else roles[0]
-                needed = (
-                    f"{', '.join(values)} requires role {names}{' of a kind without gradients' if is_gradient else ''}"
-                )
-                yield f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}"
+                names += " of a kind without gradients" * is_gradient
+                given = f"this hook has kind {self.kind}, role {self.tensor_role}"
+                yield f"{', '.join(values)} requires role {names}; {given}"
         if "position_losses" in self.tables and self.selection:
             yield f"'position_losses' requires the logits of all positions, without {self.selection[0]!r}"
         tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
@@ -218,11 +216,12 @@ class RecordSpec(_WithTableFields):
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
         """The further tables that get rows, each with the values of those of its fields that are set."""
-        tables = {table.name: ((name, getattr(self, name)) for name in table.fields) for table in TABLES.values()}
-        given = {
-            table: {name: value for name, value in fields if value is not None} for table, fields in tables.items()
-        }
-        return {table: values for table, values in given.items() if values}
+        given = {}
+        for table in TABLES.values():
+            fields = ((name, getattr(self, name)) for name in table.fields)
+            if values := {name: value for name, value in fields if value is not None}:
+                given[table.name] = values
+        return given
 
     @property
     def readable(self) -> set[str]:

@@ -23,14 +23,10 @@ class LayerStyle(Spec):
     """How a module is parallelized over the dimension `tp`, with the classes of `torch.distributed.tensor.parallel`."""
 
     style: Style = Field(
-        description="colwise (ColwiseParallel), rowwise (RowwiseParallel) or sequence (SequenceParallel)."
+        description="colwise (ColwiseParallel), rowwise (RowwiseParallel), sequence (SequenceParallel)."
     )
-    input: Layout | None = Field(
-        None, description="Layout of the input: replicate or shard(DIM). null: that of the class."
-    )
-    output: Layout | None = Field(
-        None, description="Layout of the output: replicate or shard(DIM). null: that of the class."
-    )
+    input: Layout | None = Field(None, description="Input layout: replicate or shard(DIM). null: that of the class.")
+    output: Layout | None = Field(None, description="Output layout: replicate or shard(DIM). null: that of the class.")
 
     @model_validator(mode="after")
     def _validate_sequence(self) -> Self:
@@ -80,7 +76,7 @@ class ParallelConfig(PlacementConfig):
         "varying rank. null: all processes are in dp.",
     )
     data: Data = Field(
-        "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) also shards parameters."
+        "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) shards parameters too."
     )
     plan: dict[
         Glob,
@@ -105,9 +101,7 @@ class ParallelConfig(PlacementConfig):
         """Check the names, and sort the dimensions: `fully_shard` requires dp before tp."""
         for name in value or ():
             if name == "cp":
-                message = (
-                    "'cp': context_parallel of PyTorch has no attention kernel for CPU and fails there with is_causal"
-                )
+                message = "'cp': context_parallel of PyTorch has no attention kernel for CPU, and fails with is_causal"
                 raise ValueError(f"{message}; call it in your own loop on CUDA, with instrument.attach")
             if name not in DIMENSIONS:
                 known = ", ".join(f"{each} ({what})" for each, what in DIMENSIONS.items())

@@ -260,9 +260,8 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         owners = [name for name, spec in ACTIONS.items() if len(loc) == 1 and loc[0] in fields_of(spec)]
         if owners and issubclass(model, HookBase):
             fix = f"write a second hook with action: {owners[-1]}, or remove '{loc[0]}'"
-            return Problem(
-                key, "another action has this field", item["input"], f"action: {' or '.join(owners)}", fix=fix
-            )
+            actions = f"action: {' or '.join(owners)}"
+            return Problem(key, "another action has this field", item["input"], actions, fix=fix)
         fields = fields_of(model_at(model, loc[:-1]) or model)
         return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":

@@ -87,10 +87,9 @@ def _convert_section(section: Fields) -> None:
     # An example of the documentation has the pattern in the section itself.
     layers = section if given is None else Fields(given, section.key("layers"), experiment)
     pattern = _layers(layers)
-    features = [
-        (name, value, False) for name, value in section.left.items() if name not in ("transformer_engine", "base")
-    ]
-    for namespace in ("base", "transformer_engine"):
+    namespaces = ("base", "transformer_engine")
+    features = [(name, value, False) for name, value in section.left.items() if name not in namespaces]
+    for namespace in namespaces:
         inner = Fields(section.take(namespace), section.key(namespace), experiment)
         features += [(f"{namespace}.{name}", value, namespace != "base") for name, value in inner.left.items()]
     section.left.clear()

@@ -132,7 +132,7 @@ def _tensors(
 
 
 _HOW_TO_RECORD = (
-    "record them, with {kind: function, functions: softmax, action: record, tensors: true} at the attention modules"
+    "record them, with {kind: function, functions: softmax, action: record, tensors: true} at these modules"
 )
 
 

@@ -83,9 +83,8 @@ def logit_lens(
         count = residual.shape[1]
         positions, length = recorded.positions(run, layer, count)
         wanted = _targets(run, recorded, streams, positions, length, tokens=tokens, targets=targets)
-        numbers = _numbers(
-            residual.reshape(-1, residual.shape[2]), lambda hidden: project(normalize(hidden)), wanted, top
-        )
+        rows = residual.reshape(-1, residual.shape[2])
+        numbers = _numbers(rows, lambda hidden: project(normalize(hidden)), wanted, top)
         where = {"layer": layer, "sample": np.repeat(streams.ids, count), "position": np.tile(positions, len(residual))}
         frames.append(pd.DataFrame({**where, **numbers}))
     return pd.concat(frames, ignore_index=True)

@@ -92,9 +92,8 @@ def patching(
         squares = ((numbers - means[..., None]) ** 2).sum(-1).filled(np.nan)
         widths, _ = student(means.filled(np.nan), squares, numbers.count(-1), current().interval)
         notes[0] += f" ± half of its {100 * current().interval:g}% interval"
-    return _draw_figure(
-        _means(numbers, grid), tokens, title, label, missing, notes, widths=widths, is_difference=is_difference
-    )
+    table = _means(numbers, grid)
+    return _draw_figure(table, tokens, title, label, missing, notes, widths=widths, is_difference=is_difference)
 
 
 def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any) -> pd.DataFrame:

@@ -135,9 +135,8 @@ def _draw(axes: Axes, values: Array, image: Array | None, bounds: tuple[float, f
         dark, bright = float(np.nanmin(gray)), float(np.nanmax(gray))
         axes.imshow(gray, cmap="gray", vmin=2 * dark - bright, vmax=bright)  # middle gray to white, to keep the colors
     low, high = bounds
-    over: dict[str, Any] = (
-        {"interpolation": "nearest"} if image is None else {"interpolation": "bilinear", "alpha": OPACITY}
-    )
+    smooth: dict[str, Any] = {"interpolation": "bilinear", "alpha": OPACITY}
+    over = {"interpolation": "nearest"} if image is None else smooth
     drawn = axes.imshow(values, cmap=SIGNED if low < 0 else None, vmin=low, vmax=high, extent=extent, **over)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -233,9 +232,8 @@ def logit_lens(
     for y, x, token, is_target in texts:
         write_cell(axes, x, y, token, shade_on(cells, probabilities[y, x]), "token")
         if is_target:
-            axes.add_patch(
-                Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, fill=False, edgecolor=colour_of(5), linewidth=1.5)
-            )
+            frame: dict[str, Any] = {"fill": False, "edgecolor": colour_of(5), "linewidth": 1.5}
+            axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, **frame))
     label_locations(axes, layers, middle=0.5)
     label_columns(axes, list(labels.values()))
     axes.set_xlabel("position: target" if rows["target"].notna().any() else "position")

@@ -186,9 +186,8 @@ class Recorded:
             known, rows = rows[name].unique(), rows[rows[name] == value]
             if rows.empty and len(known):
                 allowed = shorten([repr(each) if isinstance(each, str) else str(each) for each in known])
-                raise InstrumentError(
-                    Problem(name, "none of the selected tensors has this value", repr(value), allowed)
-                )
+                message = "none of the selected tensors has this value"
+                raise InstrumentError(Problem(name, message, repr(value), allowed))
         return rows
 
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
@@ -202,9 +201,8 @@ class Recorded:
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(_FLOATS)
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
-        shapes = {
-            name or ".": list(map(int, shape)) for name, shape in zip(rows["layer"], rows["source_shape"], strict=True)
-        }
+        cells = zip(rows["layer"], rows["source_shape"], strict=True)
+        shapes = {name or ".": list(map(int, shape)) for name, shape in cells}
         known = [f"{name} {shape}" for name, shape in shapes.items()]
         allowed = shorten(known) or "none"
         fix = "record these layers with {kind: forward, action: record, tensors: true}"

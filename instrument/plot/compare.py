@@ -261,11 +261,9 @@ def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
             groups.setdefault(label, []).append(run)
     are_seeds = SEED in overrides and not overrides.reset_index(drop=True).map(str).duplicated().any()
     if are_seeds and current().has_intervals(max(map(len, groups.values()), default=0)):
-        means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
-        return [
-            Line(plain(label or "mean", LONG), colour_of(i), "-", mean, width)
-            for i, (label, mean, width) in enumerate(means)
-        ]
+        means = (_mean_of([curves.values[run] for run in runs]) for runs in groups.values())
+        names = (plain(label or "mean", LONG) for label in groups)
+        return [Line(name, colour_of(i), "-", *mean) for i, (name, mean) in enumerate(zip(names, means, strict=True))]
     labels = labels_of(overrides)
     styles = _styles(overrides).items()
     return [Line(plain(labels[run], LONG), *style, curves.values[run]) for run, style in styles if run in curves.values]
@@ -467,6 +465,5 @@ def importance(
     label_locations(axes, names)
     axes.grid(axis="x")
     bars = f"; bars: {100 * current().interval:g}% intervals" if current().interval else ""
-    return finished(
-        charts, f"importance for {title}", xlabel=f"fraction of the variance\n{np.isfinite(values).sum()} runs{bars}"
-    )
+    label = f"fraction of the variance\n{np.isfinite(values).sum()} runs{bars}"
+    return finished(charts, f"importance for {title}", xlabel=label)

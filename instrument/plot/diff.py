@@ -57,10 +57,8 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
         InstrumentError: `difference` is not a result of `instrument.diff`.
     """
     if not isinstance(difference, Diff):
-        given = type(difference).__name__
-        raise InstrumentError(
-            f"this plot requires the result of instrument.diff(run_a, run_b), but a {given} was given"
-        )
+        required = "the result of instrument.diff(run_a, run_b)"
+        raise InstrumentError(f"this plot requires {required}, but a {type(difference).__name__} was given")
     rows = records(difference.layers)
     cells = [place_cells({**row, "layer_b": row["layer"], "path_b": row["path"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]

@@ -8,14 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import (
-    forward_order,
-    matrices,
-    rank_in,
-    row_locations,
-    select_series,
-    statistics_in,
-)
+from ..analysis.plot_data import forward_order, matrices, rank_in, row_locations, select_series, statistics_in
 from ..tables.statistics import statistic_of
 from .axes_and_scales import (
     add_hatch,

@@ -136,9 +136,7 @@ def fit(figure: Figure, drawn: Sequence[Axes]) -> None:
             figure.draw_without_rendering()
     for axes in every:
         boxes = [box for *_, box in _labels(axes.xaxis)]
-        if (
-            axes.xaxis.get_tick_params().get("rotation") and boxes
-        ):  # vertical labels, which may have room to be horizontal
+        if boxes and axes.xaxis.get_tick_params().get("rotation"):  # vertical labels that may have room to lie
             gap = min((b.x0 - a.x0 for a, b in pairwise(boxes)), default=axes.bbox.width)
             if max(box.height for box in boxes) + GAP <= gap:
                 axes.xaxis.set_tick_params(rotation=0)

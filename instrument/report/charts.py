@@ -173,9 +173,8 @@ def evidence(history: RunHistory, finding: Finding) -> str:
         inside = piece[known[piece]]
         points = " ".join(f"{x(steps[at]):.1f},{y(heights[at]):.1f}" for at in inside)
         parts.append(f'<polyline points="{points}"/>' if len(inside) > 1 else "")
-        parts += [
-            f'<circle cx="{x(steps[at]):.1f}" cy="{y(heights[at]):.1f}" r="2"/>' for at in inside[: len(inside) == 1]
-        ]
+        if len(inside) == 1:
+            parts.append(f'<circle cx="{x(steps[inside[0]]):.1f}" cy="{y(heights[inside[0]]):.1f}" r="2"/>')
     numbers = [format_number(float(bound_)) for bound_ in (values[known].min(), values[known].max())]
     scale = ", logarithmic" if is_log else ""
     text = f"{finding.statistic}{scale}, {numbers[0]} to {numbers[1]}, steps {first:,} to {last:,}; marked: step {finding.step:,}{bound}"

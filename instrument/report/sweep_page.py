@@ -166,9 +166,8 @@ def _row(
 def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
     states = zip(run.names, run.infos, strict=True)
     failed = [(name, info) for name, info in states if info["status"] not in ("done", "running")]
-    alerts = [
-        (info["status"], f"{name}: {info.get('error') or NO_ERROR_MESSAGE}") for name, info in failed[:MAX_ALERTS]
-    ]
+    shown = failed[:MAX_ALERTS]
+    alerts = [(info["status"], f"{name}: {info.get('error') or NO_ERROR_MESSAGE}") for name, info in shown]
     if len(failed) > MAX_ALERTS:
         rest = f"{len(failed) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
         alerts.append(("runs", rest))
@@ -267,9 +266,8 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
     numbers = [info["metrics"] for info in run.infos]
     for (hook, settings), members in groups.items():
         for metric in metrics:
-            ends = [
-                (pair.seed, numbers[pair.control].get(metric), numbers[pair.treated].get(metric)) for pair in members
-            ]
+            values = [number.get(metric) for number in numbers]
+            ends = [(pair.seed, values[pair.control], values[pair.treated]) for pair in members]
             complete = [end for end in ends if None not in end]
             if complete:
                 row = {"hook": hook, "settings": settings, "metric": metric, "count": len(complete)}

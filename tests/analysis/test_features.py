@@ -536,7 +536,7 @@ ARGUMENTS = [
 def test_features_of_a_sweep_are_refused(tmp_path: Path) -> None:
     for name in ("0", "1"):
         write_run(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"run: the folder contains 2 runs[\s\S]*load one of them"):
+    with pytest.raises(ConfigError, match=r"run: the folder contains 2 runs[\s\S]*pass one of them"):
         instrument.load(tmp_path).features("layers.0")
 
 
