@@ -121,10 +121,10 @@ class _Run:
         self._like = {"phase": rows["phase"].iloc[0], "call": calls if selections[0].joins_calls else calls[0]}
         layers = {self.first: recorded}
         layers |= {each.layer: self._aligned(each, "layer", f"layer {each.layer!r}") for each in selections[1:]}
-        shapes = {
-            each.layer: squeezed((0, *common_shape(layers[each.layer].batches, each, 1 + self._flat)))[1:]
-            for each in selections
-        }
+        shapes = {}
+        for each in selections:
+            shape = common_shape(layers[each.layer].batches, each, 1 + self._flat)
+            shapes[each.layer] = squeezed((0, *shape))[1:]
         dtypes = index["dtype"].map(lambda name: getattr(torch, name, torch.float32))  # those stored with a scale
         self.in_row_groups = bool(index["block"].isna()[recorded.which].any())
         samples = self._samples.iloc[np.concatenate([batch.samples for batch in self.batches])]
@@ -144,10 +144,8 @@ class _Run:
         sources = {f"x.{name}": each._replace(shape=shapes[name]) for name, each in layers.items()}
         sources |= {name: each for name, each in inputs.items() if each is not None}
         mask = sources.pop("mask", None) if self._flat else None
-        self.sources = {
-            name: each._replace(dtype=reduce(torch.promote_types, dtypes[each.which].unique()))
-            for name, each in sources.items()
-        }
+        promoted = {name: reduce(torch.promote_types, dtypes[each.which].unique()) for name, each in sources.items()}
+        self.sources = {name: each._replace(dtype=promoted[name]) for name, each in sources.items()}
         special = torch.tensor(list(items.special_tokens), dtype=torch.int64)
         if len(special) and "token" not in sources:
             raise ConfigError(Problem("special_tokens", "the tokens were not recorded", fix="pass tokens=NAME"))
@@ -195,9 +193,8 @@ class _Run:
     def _located(self, source: _Source, where: str, what: str) -> _Source:
         """Return a source with the indices in dimension 1 of the positions at which the first layer was recorded."""
         found: dict[tuple[int, int], Array] = {}
-        for own, columns, batch, first in zip(
-            self.columns or (), source.columns, source.batches, self.batches, strict=True
-        ):
+        cells = zip(self.columns or (), source.columns, source.batches, self.batches, strict=True)
+        for own, columns, batch, first in cells:
             key = id(own), id(columns)
             if key not in found and own is not None and columns is not None and len(columns) == batch.shape[1]:
                 if batch.source[1] == first.source[1]:

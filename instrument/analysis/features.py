@@ -172,9 +172,6 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
     rows = index[index["layer"] == selection.layer_name]
     if rows.empty:
         layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
-        if not layers:
-            message, fix = "the run has no recorded tensors", "set 'tensors: true' in a record hook"
-            raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         similar = similar_names(selection.layer, layers)
         fix = "set 'tensors: true' in a record hook of this layer"
         message = "no tensors of this layer were recorded"

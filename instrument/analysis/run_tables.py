@@ -152,10 +152,11 @@ class RunTables:
     def check_single(self, where: str = "run") -> None:
         """Raise a ConfigError for an argument with this name if there are several runs."""
         if len(self.folders) > 1:
-            message = f"the folder contains {len(self.folders)} runs"
-            raise ConfigError(
-                Problem(where, message, str(self.path), fix=f"pass one of them, such as {self.folders[0]}")
+            message, fix = (
+                f"the folder contains {len(self.folders)} runs",
+                f"pass one of them, such as {self.folders[0]}",
             )
+            raise ConfigError(Problem(where, message, str(self.path), fix=fix))
 
     @property
     def problems(self) -> list[str]:
@@ -176,10 +177,8 @@ class RunTables:
         their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or
         named `objective`, is renamed to `override.<name>`.
         """
-        numbers = [
-            {**info["metrics"], **({OBJECTIVE_KEY: info[OBJECTIVE_KEY]} if OBJECTIVE_KEY in info else {})}
-            for info in self.infos
-        ]
+        objectives = ({OBJECTIVE_KEY: info[OBJECTIVE_KEY]} if OBJECTIVE_KEY in info else {} for info in self.infos)
+        numbers = [info["metrics"] | more for info, more in zip(self.infos, objectives, strict=True)]
         taken = {name for row in numbers for name in row}
         rows = [
             {

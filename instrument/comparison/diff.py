@@ -195,12 +195,9 @@ def _condition(steps: tuple[int | None, int | None]) -> ds.Expression | None:
 def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) -> pd.DataFrame:
     """Return the locations that only one of the runs recorded; see `Diff.unmatched`."""
     keys = list(LOCATION)
-    matched = (
-        locations[keys],
-        locations.drop(columns=["hook", "layer", "path"]).rename(columns=lambda name: name.removesuffix("_b")),
-    )
+    of_b = locations.drop(columns=["hook", "layer", "path"]).rename(columns=lambda name: name.removesuffix("_b"))
     left = []
-    for name, place, known in zip("ab", (one, other), matched, strict=True):
+    for name, place, known in (("a", one, locations), ("b", other, of_b)):
         is_known = pd.MultiIndex.from_frame(place[keys]).isin(pd.MultiIndex.from_frame(known[keys]))
         left.append(place[~is_known].assign(run=name))
     return pd.concat(left, ignore_index=True)[["run", *keys, "module_type", "scope"]]

@@ -124,10 +124,8 @@ def compare_operators(
             table, *firsts = _relations(matched, limit, unit)
             relations.append(table)
             compared, different = compared + len(table), different + int((table["relation"] == "").sum())
-            unmatched = [
-                total + len(rows) - rows["rank"].nunique() * len(table)
-                for total, rows in zip(unmatched, outputs, strict=True)
-            ]
+            left = [len(rows) - rows["rank"].nunique() * len(table) for rows in outputs]
+            unmatched = [total + count for total, count in zip(unmatched, left, strict=True)]
             first, above = (before or of_step for before, of_step in zip((first, above), firsts, strict=True))
             if matched.divides.any():
                 break  # the parameters can differ from here on
@@ -140,18 +138,16 @@ def compare_operators(
             compared, different = compared + len(pairs), different + count
             unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
             found.append(firsts)
-        earliest = (
-            min(filter(None, those), key=lambda one: int(one.a["number"]), default=None)
-            for those in zip(*found, strict=True)
-        )
+        of_ranks = zip(*found, strict=True)
+        earliest = (min(filter(None, all_), key=lambda one: int(one.a["number"]), default=None) for all_ in of_ranks)
         first, above = (before or of_step for before, of_step in zip((first, above), earliest, strict=True))
-    rest = (unmatched[0], unmatched[1])
-    joined = pd.concat(relations) if relations else None
-    left_out = len(steps) - len(relations) if relations else 0
-    result = OperatorDifferences(
-        steps[: len(steps) - left_out], left_out, (one, other), limit, compared, different, first, above, rest, joined
-    )
-    return result if compared else None
+    if not compared:
+        return None
+    numbers = (limit, compared, different, first, above, (unmatched[0], unmatched[1]))
+    if not relations:
+        return OperatorDifferences(steps, 0, (one, other), *numbers, None)
+    done = len(relations)
+    return OperatorDifferences(steps[:done], len(steps) - done, (one, other), *numbers, pd.concat(relations))
 
 
 def _relations(

@@ -99,10 +99,8 @@ class Comparison:
         order: Mapping[Any, int] = MappingProxyType({}),
     ) -> None:
         self.runs, self.locations, self._tables = runs, locations, tables
-        self.steps = {
-            table: sorted({step for _, step in one.rows.keys() & other.rows.keys()})
-            for table, (one, other) in tables.items()
-        }
+        both = {table: one.rows.keys() & other.rows.keys() for table, (one, other) in tables.items()}
+        self.steps = {table: sorted({step for _, step in rows}) for table, rows in both.items()}
         self.precisions: tuple[Precision, ...] = ()
         self._given = tolerance
         self.tolerance = math.nan if tolerance is None else tolerance

@@ -60,9 +60,7 @@ class BudgetConfig(Spec):
     time: TimeLimit | None = Field(
         None, description="Maximum overhead, relative to a step without hooks: 5% or 0.05, measured during the run."
     )
-    bytes: SizeLimit | None = Field(
-        None, description="Approximate maximum size of the recorded data on disk: 500MB, 2GB."
-    )
+    bytes: SizeLimit | None = Field(None, description="Approximate limit of the recorded data on disk: 500MB, 2GB.")
 
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
@@ -83,7 +81,7 @@ class SliceSpec(Spec):
     )
     classes: tuple[Index, ...] | None = Field(None, min_length=1, description="Only targets of these classes.")
     indices: tuple[Index, ...] | None = Field(
-        None, min_length=1, description="Only these, instead of start, stop and stride."
+        None, min_length=1, description="These indices only. Replaces start, stop and stride."
     )
     start: Index = Field(0, description="The first index.")
     stop: Count | None = Field(None, description="The index after the last one.")
@@ -128,7 +126,7 @@ class DataConfig(Spec):
         description="Samples of the evaluation slice that hooks of phase `probe` see as one fixed batch: the first N, or "
         "a slice of them such as {per_class: 1}.",
     )
-    fallback: Literal["digits"] | None = Field(None, description="Used, with a warning, if the dataset is missing.")
+    fallback: Literal["digits"] | None = Field(None, description="Replaces a missing dataset, with a warning.")
     collate_fn: Target | None = Field(
         None,
         description="A function, or a class whose instances join a list of items into a batch. null: default_collate.",
@@ -201,12 +199,8 @@ class TrainConfig(Spec):
     accumulate: Count = Field(1, description="Micro-batches per optimizer step; their gradients are averaged.")
     eval_every: Index = Field(0, description="Evaluate every N steps and after the last step; 0: only after the last.")
     eval_batch_size: Count = Field(256, description="Samples in an evaluation batch, summed over all processes.")
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="Checkpoints from which a stopped run is resumed."
-    )
-    save: bool = Field(
-        False, description="Save the final weights of the model to weights.pt in the run folder, for init_from."
-    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="For resuming a stopped run.")
+    save: bool = Field(False, description="Save the final weights to weights.pt in the run folder, for init_from.")
     fingerprint: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{16}-[0-9a-f]{16}$",
@@ -236,7 +230,7 @@ def output_unit_text(text: str) -> str:
     match = OUTPUT_UNIT.fullmatch(text.strip())
     if not match or not text.strip():
         raise ValueError(
-            f"{text!r} is not a part of the model's output, such as 'logits[:, 3]', or '[:, 3]' of a tensor"
+            f"{text!r} is not a part of the model's output, such as 'logits[:, 3]' or '[:, 3]' of a tensor"
         )
     if match["slice"] is not None:
         parse_slice(match["slice"])
@@ -346,9 +340,7 @@ class SinkConfig(Spec):
     )
     keep_local: bool = Field(True, description="false: delete local files after upload, for runs larger than the disk.")
     tensorboard: bool = Field(False, description="Also write the rows for TensorBoard, into the run folder.")
-    wandb: bool = Field(
-        False, description="Also log the rows to Weights & Biases, configured by its environment variables."
-    )
+    wandb: bool = Field(False, description="Also log the rows to Weights & Biases, as its environment variables say.")
     mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
     trackio: bool = Field(False, description="Also log the rows to Trackio, configured by its environment variables.")
 
@@ -429,19 +421,13 @@ class RunConfig(Spec):
     model: Target = Field(description="The model, a torch.nn.Module.")
     data: DataConfig
     task: Target = Field(description="The task: computes the loss of a batch.")
-    optimizer: Target = Field(
-        description="The optimizer. It is called with the trainable parameters, or with the model if it takes one."
-    )
-    scheduler: Target | None = Field(
-        None, description="The learning-rate scheduler. It is called with the optimizer and steps once a training step."
-    )
+    optimizer: Target = Field(description="Called with the trainable parameters, or with the model if it takes one.")
+    scheduler: Target | None = Field(None, description="Called with the optimizer; steps once a training step.")
     train: TrainConfig
     apply: SkipValidation[dict[str, ApplySpec]] = Field(
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
-    hooks: SkipValidation[dict[str, SerializeAsAny[HookSpec]]] = Field(
-        default_factory=dict, description="Hooks by name."
-    )
+    hooks: SkipValidation[dict[str, SerializeAsAny[HookSpec]]] = Field(default_factory=dict, description="Named hooks.")
     rules: SkipValidation[dict[str, RuleBase]] = Field(
         default_factory=dict, description="Rules by name: conditions on the recorded rows, and what then happens."
     )

@@ -40,9 +40,8 @@ class CustomStatistic(Target):
     @model_validator(mode="after")
     def _validate_column(self) -> CustomStatistic:
         if not (self.column.isidentifier() and self.column.isascii()):
-            raise ValueError(
-                f"{self.target} requires a name of letters, digits and underscores: {{name: entropy, _target_: ...}}"
-            )
+            message = "requires a name of letters, digits and underscores: {name: entropy, _target_: ...}"
+            raise ValueError(f"{self.target} {message}")
         if self.column.lower() in RESERVED_COLUMNS:
             raise ValueError(f"the tables already have a column {self.column!r}; set another 'name'")
         return self
@@ -140,9 +139,8 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
             message = message_of(first)
             raise ValueError(f"invalid custom statistic: {place} {message}" if place else message) from None
     if given not in ("default", *ALL) and given not in REGISTERED:
-        raise UnknownNameError(
-            "statistic", str(given), ("default", *ALL, *REGISTERED, "or {_target_: package.function}")
-        )
+        allowed = ("default", *ALL, *REGISTERED, "or {_target_: package.function}")
+        raise UnknownNameError("statistic", str(given), allowed)
     return DEFAULT if given == "default" else (given,)
 
 
@@ -250,9 +248,7 @@ class ModifySpec(InterventionSpec):
     """Replace the tensor by the result of `fn`."""
 
     action: Literal["modify"]
-    straight_through: bool = Field(
-        False, description="Pass the gradient through unchanged (straight-through estimator, Bengio et al. 2013)."
-    )
+    straight_through: bool = Field(False, description="Pass the gradient through unchanged (Bengio et al. 2013).")
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

@@ -23,7 +23,7 @@ class LayerStyle(Spec):
     """How a module is parallelized over the dimension `tp`, with the classes of `torch.distributed.tensor.parallel`."""
 
     style: Style = Field(
-        description="colwise (ColwiseParallel), rowwise (RowwiseParallel), sequence (SequenceParallel)."
+        description="colwise (ColwiseParallel), rowwise (RowwiseParallel) or sequence (SequenceParallel)."
     )
     input: Layout | None = Field(None, description="Input layout: replicate or shard(DIM). null: that of the class.")
     output: Layout | None = Field(None, description="Output layout: replicate or shard(DIM). null: that of the class.")
@@ -75,9 +75,7 @@ class ParallelConfig(PlacementConfig):
         description="The sizes of the dimensions of the mesh: pp (pipeline), dp (data) and tp (tensor), from the slowest to the fastest "
         "varying rank. null: all processes are in dp.",
     )
-    data: Data = Field(
-        "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) shards parameters too."
-    )
+    data: Data = Field("ddp", description="For dp: ddp sums gradients, fsdp2 (fully_shard) also shards parameters.")
     plan: dict[
         Glob,
         Annotated[

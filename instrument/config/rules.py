@@ -53,9 +53,8 @@ def _parse_action(value: Any) -> Any:
         raise UnknownNameError("action", value, (*SIMPLE_ACTIONS, *(f"{{{name}: ...}}" for name in _MAPPINGS)))
     names = [name for name in _MAPPINGS if isinstance(value, Mapping) and name in value]
     if len(names) != 1:
-        raise ValueError(
-            "an action is warn, stop, prune, checkpoint, {enable: HOOK}, {disable: HOOK} or {call: {_target_: ...}}"
-        )
+        actions = "warn, stop, prune, checkpoint, {enable: HOOK}, {disable: HOOK} or {call: {_target_: ...}}"
+        raise ValueError(f"an action is {actions}")
     return _MAPPINGS[names[0]].model_validate(value)
 
 

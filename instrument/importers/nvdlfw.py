@@ -25,15 +25,8 @@ from .conversion import (
 
 LINEAR = "*Linear"
 """Classes of the layers that Transformer Engine inspects."""
-STATISTICS = {
-    "min": "min",
-    "max": "max",
-    "mean": "mean",
-    "std": "std",
-    "l1_norm": "l1",
-    "l2_norm": "l2",
-    "cur_amax": "abs_max",
-}
+STATISTICS = {name: name for name in ("min", "max", "mean", "std")}
+STATISTICS |= {"l1_norm": "l1", "l2_norm": "l2", "cur_amax": "abs_max"}
 # The tensors of a layer. In the namespace base, your code names the tensor that it passes, by custom its output.
 _WEIGHT = {"params": "weight"}
 TENSORS: dict[str, dict[str, Any]] = {

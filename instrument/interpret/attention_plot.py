@@ -131,9 +131,7 @@ def _tensors(
     return [one for one in tensors if one.series == series]
 
 
-_HOW_TO_RECORD = (
-    "record them, with {kind: function, functions: softmax, action: record, tensors: true} at these modules"
-)
+_HOW_TO_RECORD = "record them with {kind: function, functions: softmax, action: record, tensors: true} at the modules"
 
 
 def _find_sample(

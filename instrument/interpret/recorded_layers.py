@@ -286,6 +286,19 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
     raise InstrumentError(Problem("run", message, str(run.path), fix=fix))
 
 
+def linear_layer(run: RunTables, given: Any, where: str) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of a linear layer in CPU memory; the bias is None if it is not known.
+
+    `given`: the weight, or the name of the layer or of its weight in the saved weights.
+    """
+    import torch
+
+    if not isinstance(given, str):
+        return torch.as_tensor(given).detach().cpu(), None
+    weights, name = saved_weights(run), given.removesuffix(".weight")
+    return weight_named(weights, given if given in weights else f"{name}.weight", where), weights.get(f"{name}.bias")
+
+
 def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
     """Return one of the saved weights."""
     if name not in weights:

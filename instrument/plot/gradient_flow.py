@@ -136,9 +136,8 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
 def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
     notes = []
-    for step, values, is_recorded in zip(
-        chart.table.first.tolist(), chart.table.values.T, chart.is_recorded.T, strict=True
-    ):
+    steps = chart.table.first.tolist()
+    for step, values, is_recorded in zip(steps, chart.table.values.T, chart.is_recorded.T, strict=True):
         omitted = {"zero": values == 0, "not finite": np.isnan(values) & is_recorded, "not recorded": ~is_recorded}
         counts = [f"{where.sum()} {name}" for name, where in omitted.items() if where.any()]
         if counts:

@@ -190,11 +190,8 @@ def curve_of(history: RunHistory, finding: Finding) -> tuple[np.ndarray, np.ndar
     if metrics is not None and finding.statistic in metrics.statistics:
         return _values_at(metrics, finding.statistic, 0)
     for series, each in history.series.items():
-        for row, location in enumerate(each.locations):
-            if (
-                location_label(location, series.role, series.hook, series.phase) == finding.where
-                and finding.statistic in each.statistics
-            ):
+        for row, location in enumerate(each.locations if finding.statistic in each.statistics else ()):
+            if location_label(location, series.role, series.hook, series.phase) == finding.where:
                 return _values_at(each, finding.statistic, row)
     return None
 

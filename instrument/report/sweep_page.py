@@ -34,8 +34,15 @@ METRICS = ("loss", "accuracy")
 MAX_CURVE_VALUES = 1_200  # maximum number of values of the curves of a run
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
 PREFERRED_STATISTICS = (
-    *("l2", "std", "rms", "abs_max", "mean"),
-    *("zero_fraction", "dead_fraction", "update_ratio", "nan_count"),
+    "l2",
+    "std",
+    "rms",
+    "abs_max",
+    "mean",
+    "zero_fraction",
+    "dead_fraction",
+    "update_ratio",
+    "nan_count",
 )
 SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 Summaries = dict[RecordedSeries, dict[str, pd.DataFrame]]
@@ -240,10 +247,8 @@ def pairs(run: RunTables) -> list[Pair]:
 def _settings_text(name: str, settings: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> str:
     fields = differing_fields(name, settings, values)
     shown = settings if fields == {name: settings} else fields
-    return ", ".join(
-        f"{key.removeprefix(f'{name}.')}: {json.dumps(value) if not isinstance(value, str) else value}"
-        for key, value in shown.items()
-    )
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in shown.items()}
+    return ", ".join(f"{key.removeprefix(f'{name}.')}: {text}" for key, text in texts.items())
 
 
 def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
