@@ -380,16 +380,12 @@ def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key
     same_seed = [baseline_run for baseline_run in baseline_runs if baseline_run.seed == training.seed]
     if not same_seed:
         return f"no run with {baseline} has seed {training.seed}"
-    lists = [_differences(training, baseline_run, key) for baseline_run in same_seed]
-    fewest = min(lists, key=len)
+    fewest = min((_differences(training, baseline_run, key) for baseline_run in same_seed), key=len)
     return f"it also differs from the runs with {baseline} in {', '.join(fewest) or 'the order of hooks'}"
 
 
 def _differences(one: Training, other: Training, key: str) -> list[str]:
     outer = outer_of(key.split("."))
     cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
-    return [
-        name
-        for name in dict.fromkeys([*one.leaves, *other.leaves])
-        if one.leaves.get(name) != other.leaves.get(name) and name != cut and not name.startswith(f"{cut}.")
-    ]
+    names = (name for name in one.leaves | other.leaves if name != cut and not name.startswith(f"{cut}."))
+    return [name for name in names if one.leaves.get(name) != other.leaves.get(name)]

@@ -227,8 +227,7 @@ class _Run:
         rows = rows[rows["layer"] == ""] if (rows["layer"] == "").any() else rows
         layers = sorted(rows["layer"].unique())
         if len(layers) > 1:
-            message = f"several layers have a recorded input {value!r}"
-            fix = "record the inputs of the model: layers: '.'"
+            fix, message = "record those of the model: layers: '.'", f"several layers have a recorded input {value!r}"
             raise ConfigError(Problem(where, message, value, shown(layers), fix=fix))
         rows = rows[rows["hook"] == rows["hook"].mode()[0]]
         call = self._like["call"] if rows["call"].isin(np.atleast_1d(self._like["call"])).any() else None
@@ -464,8 +463,7 @@ class ActivationDataset(Dataset[Batch]):
         if not _is_integer(batch_size) or batch_size < 1:
             raise ConfigError(Problem("batch_size", "must be a positive integer", repr(batch_size), "1, 2, ..."))
         if shuffle is not None and (not _is_integer(shuffle) or shuffle < 0):
-            allowed = "0, 1, ..., or None: no shuffling"
-            message = "must be the seed of the order"
+            message, allowed = "must be the seed of the order", "0, 1, ..., or None: no shuffling"
             raise ConfigError(Problem("shuffle", message, repr(shuffle), allowed, fix="shuffle=0"))
         if not 0 <= rank < ranks:
             raise ConfigError(Problem("rank", "no process has this number", rank, f"0 to {ranks - 1}"))

@@ -213,8 +213,7 @@ def shown(values: Sequence[Any]) -> list[str]:
 
 def samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the samples of the steps of these tensors, in the order of the batches."""
-    steps = ds.field("step").isin(pa.array(rows["step"].unique()))
-    condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
+    condition = ds.field("step").isin(pa.array(rows["step"].unique())) & (ds.field("phase") == rows["phase"].iloc[0])
     samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
     if samples.empty:
         message = "the ids of the samples are unknown: the table 'samples' has no rows for these tensors"

@@ -69,8 +69,7 @@ def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:
-    training = ds.field("phase") == "train"
-    rows = run.read("metrics", ["step", "loss"], training & ds.field("loss").is_valid())
+    rows = run.read("metrics", ["step", "loss"], (ds.field("phase") == "train") & ds.field("loss").is_valid())
     steps, losses = rows["step"], rows["loss"].to_numpy()
     if not len(losses):
         return
@@ -99,8 +98,7 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         tensor = {name: row[name] for name in ("layer", "hook", "role")}
         yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
         return
-    training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
-    rows = run.read("metrics", ["step", "grad_norm"], training)
+    rows = run.read("metrics", ["step", "grad_norm"], (ds.field("phase") == "train") & ds.field("grad_norm").is_valid())
     steps, norms = rows["step"], rows["grad_norm"].to_numpy()
     finite_norms = np.where(np.isfinite(norms), norms, -math.inf)
     if len(finite_norms) and finite_norms.max() > 0.0:

@@ -48,14 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     try:
         with warnings.catch_warnings(action="ignore", category=InstrumentWarning):
-            difference = diff(
-                args.a,
-                args.b,
-                rename=dict(_renamed(entry) for entry in args.rename),
-                tolerance=args.tolerance,
-                steps=_steps(args.steps),
-                foreign=args.form == "foreign",
-            )
+            rename, steps, foreign = dict(map(_renamed, args.rename)), _steps(args.steps), args.form == "foreign"
+            difference = diff(args.a, args.b, rename=rename, tolerance=args.tolerance, steps=steps, foreign=foreign)
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return 2

@@ -175,8 +175,8 @@ def _write_safetensors(data: ActivationDataset, folder: Path) -> None:
     for name, part in sorted(columns.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
         dtype = str(part.dtype).removeprefix("torch.")
         if dtype not in SAFETENSORS_DTYPES:
-            message = f"safetensors has no dtype {dtype}"
-            raise ConfigError(Problem("--to", message, name, fix="record with 'dtype: float32'"))
+            fix = "record with 'dtype: float32'"
+            raise ConfigError(Problem("--to", f"safetensors has no dtype {dtype}", name, fix=fix))
         start, end = end, end + len(data) * part[0].nbytes
         entry = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": [len(data), *part.shape[1:]]}
         header[name] = {**entry, "data_offsets": [start, end]}

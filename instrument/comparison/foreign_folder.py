@@ -236,8 +236,7 @@ def _contents(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Load]
             is_dump = isinstance(metadata, dict) and "instrument" in metadata
             tensors = dict(_leaves(content["tensors"] if is_dump else content, ""))
     except ImportError:
-        message = "reading it requires safetensors"
-        raise ConfigError(Problem(str(file), message, fix="pip install safetensors")) from None
+        raise ConfigError(Problem(str(file), "requires safetensors", fix="pip install safetensors")) from None
     except Exception as error:
         message = f"cannot be read: {first_line(error)}"
         raise ConfigError(Problem(str(file), message, allowed=", ".join(SUFFIXES))) from error

@@ -285,21 +285,12 @@ def describe_action(spec: HookSpec) -> str:
     if isinstance(spec, PrintSpec):
         shown = [name for name in spec.statistics if name not in COUNTS]
         return "print " + ", ".join([*shown, *(custom.column for custom in spec.custom_statistics)] or ["shape"])
-    arguments = spec.model_dump(
-        include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
-        exclude_none=True,
-        exclude_unset=True,
-        by_alias=True,
-    )
+    fields = {"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"}
+    arguments = spec.model_dump(include=fields, exclude_none=True, exclude_unset=True, by_alias=True)
     fn = arguments.pop("fn", None)
-    parts = [
-        spec.action,
-        fn["_target_"] if isinstance(fn, dict) else fn,
-        *(
-            f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}"
-            for key, value in arguments.items()
-        ),
-    ]
+    parts = [spec.action, fn["_target_"] if isinstance(fn, dict) else fn]
+    for key, value in arguments.items():
+        parts.append(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}")
     return " ".join(part for part in parts if part)
 
 

@@ -37,11 +37,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
-    sections: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "hooks": partial(parse_hooks, phase=phase),
-        "apply": parse_apply,
-        "rules": parse_rules,
-    }
+    sections: Any = {"hooks": partial(parse_hooks, phase=phase), "apply": parse_apply, "rules": parse_rules}
     for section, parse in sections.items():
         try:
             parsed[section] = parse(raw.get(section))
@@ -110,12 +106,8 @@ def parse_rules(raw: Any) -> dict[str, RuleBase]:
     rule, is left out if another entry has the same rule.
     """
     rules: dict[str, RuleBase] = _parse_section("rules", raw, _rule_class, {})
-    problems = [
-        Problem("rules", "other events have this name", given=name, fix="choose another name for the rule")
-        for name in rules
-        if name in RESERVED
-    ]
-    raise_problems(problems)
+    fix, taken = "choose another name for the rule", [name for name in rules if name in RESERVED]
+    raise_problems([Problem("rules", "other events have this name", given=name, fix=fix) for name in taken])
     given = {getattr(rule, "rule", None) for rule in rules.values() if not rule.optional}
     return {name: rule for name, rule in rules.items() if not rule.optional or getattr(rule, "rule", None) not in given}
 
@@ -315,8 +307,7 @@ def _phase_problems(config: RunConfig) -> Iterator[Problem]:
     phases = ["forward"] if config.mode == "forward" else ["train", "eval", "probe"]
     for name, spec in config.hooks.items():
         if spec.phase not in phases:
-            message = f"mode: {config.mode} has no such phase"
-            yield Problem(f"hooks.{name}.phase", message, given=spec.phase, allowed=phases)
+            yield Problem(f"hooks.{name}.phase", f"mode: {config.mode} has no such phase", spec.phase, phases)
         elif spec.phase == "probe" and config.data.probe_batch is None:
             fix = "set data.probe_batch=N for the first N evaluation samples"
             yield Problem(f"hooks.{name}.phase", "phase probe requires a probe batch", given="probe", fix=fix)

@@ -147,8 +147,7 @@ def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tupl
         for dim, of_dim in selected.items():
             taken[dim] = of_dim
         taken[0] = taken[0][: first if isinstance(first, int) else None]
-    is_block = np.prod([len(each) for each in taken]) == np.prod(shape)
-    return tuple(map(tuple, taken)) if is_block else None
+    return tuple(map(tuple, taken)) if np.prod([len(each) for each in taken]) == np.prod(shape) else None
 
 
 @dataclass(frozen=True)
@@ -203,8 +202,7 @@ class Recorded:
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
         cells = zip(rows["layer"], rows["source_shape"], strict=True)
         shapes = {name or ".": list(map(int, shape)) for name, shape in cells}
-        known = [f"{name} {shape}" for name, shape in shapes.items()]
-        allowed = shorten(known) or "none"
+        allowed = shorten([f"{name} {shape}" for name, shape in shapes.items()]) or "none"
         fix = "record these layers with {kind: forward, action: record, tensors: true}"
         for layer in layers or ():
             if layer not in shapes:
@@ -302,7 +300,6 @@ def linear_layer(run: RunTables, given: Any, where: str) -> tuple[Tensor, Tensor
 def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
     """Return one of the saved weights."""
     if name not in weights:
-        message, similar = "the saved weights have no such name", similar_names(name, weights)
-        fix = "pass the module or its weight"
-        raise InstrumentError(Problem(where, message, name, ", ".join(weights), similar, fix))
+        similar, fix = similar_names(name, weights), "pass the module or its weight"
+        raise InstrumentError(Problem(where, "the saved weights have no such name", name, [*weights], similar, fix))
     return weights[name]

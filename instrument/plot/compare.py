@@ -392,8 +392,7 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
 
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
     """Return the overrides of a table that differ between its runs: one row per run, one column per override."""
-    known = TABLES[table].names
-    own = [str(name) for name in frame if name != "run" and name not in known]
+    own = [str(name) for name in frame if name != "run" and name not in TABLES[table].names]
     # A custom statistic or metric has several values in a run.
     floats = [name for name in own if pd.api.types.is_float_dtype(frame[name])]
     varying = {name for name in floats if (frame.groupby("run")[name].nunique(dropna=False) != 1).any()}

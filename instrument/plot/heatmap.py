@@ -126,10 +126,8 @@ def casts(run: Run | pd.DataFrame, **look: Unpack[Look]) -> Figure:
     frame = frame.assign(cast=frame["hook"].astype(str) + ": " + frame["format"].astype(str))
     layers, labels = (list(dict.fromkeys(frame[name].astype(str))) for name in ("layer", "cast"))
     layers.sort(key=rank_in(forward_order(run)))
-    error, underflow = (
-        frame.groupby(["layer", "cast"], observed=True)[name].mean().unstack().reindex(index=layers, columns=labels)
-        for name in VALUES
-    )
+    groups = frame.groupby(["layer", "cast"], observed=True)
+    error, underflow = (groups[name].mean().unstack().reindex(index=layers, columns=labels) for name in VALUES)
     ratio = -10.0 * np.log10(error.where(error > 0).to_numpy(np.float64))
     percent = 100.0 * underflow.to_numpy(np.float64)
     names = [layer or "." for layer in layers]

@@ -32,15 +32,8 @@ METRICS = ("loss", "accuracy")
 MAX_CURVE_VALUES = 1_200  # maximum number of values of the curves of a run
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
 PREFERRED_STATISTICS = (
-    "l2",
-    "std",
-    "rms",
-    "abs_max",
-    "mean",
-    "zero_fraction",
-    "dead_fraction",
-    "update_ratio",
-    "nan_count",
+    *("l2", "std", "rms", "abs_max", "mean"),
+    *("zero_fraction", "dead_fraction", "update_ratio", "nan_count"),
 )
 SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 Summaries = dict[RecordedSeries, dict[str, pd.DataFrame]]
