@@ -149,8 +149,7 @@ def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
         return value
     except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
-        message = f"cannot be computed: {first_line(error)}"
-        raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error
+        raise ConfigError(Problem(where, f"cannot be computed: {first_line(error)}", shapes, ALLOWED)) from error
 
 
 MAX_NAMES = 4  # maximum number of tokens or layers in a message

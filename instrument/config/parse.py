@@ -288,8 +288,7 @@ def mode_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem("forward.grad", "requires mode: forward", given=True, fix="set mode=forward")
         if config.data.probe_batch is not None and all(spec.phase != "probe" for spec in config.hooks.values()):
             message = "the probe batch is never used: no hook has phase: probe"
-            fix = "set phase: probe in a hook, or data.probe_batch=null"
-            yield Problem("data.probe_batch", message, fix=fix)
+            yield Problem("data.probe_batch", message, fix="set phase: probe in a hook, or data.probe_batch=null")
         return
     clean, size = config.forward.from_sample, config.train.batch_size
     if clean is not None and (clean >= size or size < 2):

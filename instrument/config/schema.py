@@ -38,8 +38,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
     """
     if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])
-    in_spec = len(path) > 2 and path[0] == "hooks"
-    model = model_at(HookBase, path[2:]) if in_spec else model_at(RunConfig, path)
+    model = model_at(HookBase, path[2:]) if len(path) > 2 and path[0] == "hooks" else model_at(RunConfig, path)
     installed = TRACKERS if [*path] == ["sink"] else ()
     return () if model is None or issubclass(model, Target) else tuple(dict.fromkeys([*fields_of(model), *installed]))
 

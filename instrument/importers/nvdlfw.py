@@ -76,8 +76,7 @@ def _convert_section(section: Fields) -> None:
     experiment = section.experiment
     given = section.take("layers")
     # An example of the documentation has the pattern in the section itself.
-    layers = section if given is None else Fields(given, section.key("layers"), experiment)
-    pattern = _layers(layers)
+    pattern = _layers(section if given is None else Fields(given, section.key("layers"), experiment))
     namespaces = ("base", "transformer_engine")
     features = [(name, value, False) for name, value in section.left.items() if name not in namespaces]
     for namespace in namespaces:

@@ -112,8 +112,7 @@ def _of_weights(
 ) -> tuple[Array, Array]:
     """Return the maps [N, classes, H, W] and their classes [N, classes]."""
     if hasattr(classifier, "parameters"):
-        kind = type(classifier).__name__
-        raise InstrumentError(Problem("classifier", "is a module", kind, fix="pass its weight"))
+        raise InstrumentError(Problem("classifier", "is a module", type(classifier).__name__, fix="pass its weight"))
     own, of_layer = linear_layer(run, classifier, "classifier")
     weight: Array = own.double().numpy()
     bias: Array | float = 0.0 if of_layer is None else of_layer.double().numpy()

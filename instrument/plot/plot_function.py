@@ -67,8 +67,7 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
     """
 
     def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
-        parameters = signature(function).parameters.items()
-        own = {name for name, each in parameters if each.kind is not each.VAR_KEYWORD}
+        own = {name for name, each in signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD}
 
         @wraps(function)
         def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:

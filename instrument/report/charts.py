@@ -35,8 +35,7 @@ def rounded(values: Any) -> Any:
 
 def charts(history: RunHistory) -> dict[str, Any]:
     """Return the data of all charts. Each part has groups of steps, and by statistic one row for each location."""
-    specs = hooks_of(history.info) or {}
-    settings = {name: describe_action(spec) for name, spec in specs.items()}
+    settings = {name: describe_action(spec) for name, spec in (hooks_of(history.info) or {}).items()}
     changes = changed_charts(history)
     parts = {
         "series": [_labels(history, series, each) for series, each in history.series.items()],
