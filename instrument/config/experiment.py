@@ -229,7 +229,8 @@ def output_unit_text(text: str) -> str:
     """Return the text of a part of a model's output, a path with an optional slice, without spaces around it."""
     match = OUTPUT_UNIT.fullmatch(text.strip())
     if not match or not text.strip():
-        raise ValueError(f"{text!r} is not a part of the model's output: 'logits[:, 3]', or '[:, 3]' of a tensor")
+        example = "such as 'logits[:, 3]', or '[:, 3]' for a tensor"
+        raise ValueError(f"{text!r} is not a part of the model's output {example}")
     if match["slice"] is not None:
         parse_slice(match["slice"])
     return text.strip()
