@@ -1,7 +1,5 @@
 """Comparison of configurations: what determines the training of a run, and the runs that differ in one key only."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..config.base import ACTIONS, ObservationSpec
+from ..config.base import ObservationSpec
 from ..config.hook_specs import HookSpec
 from ..config.parse import named_specs, parse_hooks
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..formatting import shorten
-from .config_fields import canonical_json, leaves_of, to_yaml
+from .config_fields import canonical_json, leaves, leaves_of, to_yaml
 from .run_tables import RunTables
 
 IGNORED_KEYS = ("quiet", "plan", "resume", "sink", "budget", "name", "report", "objective")
@@ -85,19 +83,15 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
         return "its run.json has no seed"
     if (hooks := hooks_of(info)) is None:
         return "its hooks cannot be parsed by this version"
-    specs = {
-        name: spec.model_dump(exclude_unset=True, by_alias=True, mode="json", exclude={"name"})
-        for name, spec in hooks.items()
-    }
+    options: Any = {"exclude_unset": True, "by_alias": True, "mode": "json", "exclude": {"name"}}
+    specs = {name: spec.model_dump(**options) for name, spec in hooks.items()}
     rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)}
     rest["ranks"] = info.get("ranks", 1)
     if isinstance(device := info.get("device"), str):
         rest["device"] = device.partition(":")[0]  # the index of the device does not matter
     if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
         rest["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
-    interventions = {
-        name: spec for name, spec in specs.items() if not issubclass(ACTIONS[spec["action"]], ObservationSpec)
-    }
+    interventions = {name: specs[name] for name, spec in hooks.items() if not isinstance(spec, ObservationSpec)}
     return Training(index, info["seed"], rest, specs, interventions)
 
 
@@ -363,14 +357,8 @@ def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[s
 
 def config_keys(training: Training) -> list[str]:
     """Return all keys of a configuration, including those of mappings: `optimizer`, `optimizer.lr`."""
-    return list(_nodes({**training.rest, HOOKS: training.hooks}, ""))
-
-
-def _nodes(value: Mapping[str, Any], above: str) -> Iterator[str]:
-    for name, item in value.items():
-        yield f"{above}{name}"
-        if isinstance(item, Mapping):
-            yield from _nodes(item, f"{above}{name}.")
+    parts = (key.split(".") for key, _ in leaves({**training.rest, HOOKS: training.hooks}))
+    return list(dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)))
 
 
 def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int:
@@ -392,16 +380,12 @@ def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key
     same_seed = [baseline_run for baseline_run in baseline_runs if baseline_run.seed == training.seed]
     if not same_seed:
         return f"no run with {baseline} has seed {training.seed}"
-    lists = [_differences(training, baseline_run, key) for baseline_run in same_seed]
-    fewest = min(lists, key=len)
+    fewest = min((_differences(training, baseline_run, key) for baseline_run in same_seed), key=len)
     return f"it also differs from the runs with {baseline} in {', '.join(fewest) or 'the order of hooks'}"
 
 
 def _differences(one: Training, other: Training, key: str) -> list[str]:
     outer = outer_of(key.split("."))
     cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
-    return [
-        name
-        for name in dict.fromkeys([*one.leaves, *other.leaves])
-        if one.leaves.get(name) != other.leaves.get(name) and name != cut and not name.startswith(f"{cut}.")
-    ]
+    names = (name for name in one.leaves | other.leaves if name != cut and not name.startswith(f"{cut}."))
+    return [name for name in names if one.leaves.get(name) != other.leaves.get(name)]

@@ -1,7 +1,5 @@
 """Values of a configuration as text, its fields, and the fields in which mappings differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,14 +28,8 @@ def split_overrides(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for overrides in runs:
         for key, value in overrides.items():
             values.setdefault(key, []).append(value)
-    return [
-        {
-            name: item
-            for key, value in overrides.items()
-            for name, item in differing_fields(key, value, values[key]).items()
-        }
-        for overrides in runs
-    ]
+    fields = [[differing_fields(key, value, values[key]) for key, value in overrides.items()] for overrides in runs]
+    return [{name: item for each in of_run for name, item in each.items()} for of_run in fields]
 
 
 def canonical_json(value: Any) -> str:
@@ -73,5 +65,4 @@ def _integers_if_whole(value: Any) -> Any:
         return {str(key): _integers_if_whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_integers_if_whole(item) for item in value]
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
-    return int(value) if is_whole else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW else value

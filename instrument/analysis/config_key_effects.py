@@ -3,8 +3,6 @@
 Runs are compared by means over their steps, one per location and statistic, computed in batches.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter
@@ -33,9 +31,7 @@ Steps = tuple[int | None, int | None]
 LOCATION_COLUMNS = tuple(
     c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name not in ("module_type", "mesh", "placement")
 )
-MEASURED_TABLES = sorted(
-    (name for name, table in TABLES.items() if table.has_numbers), key=lambda name: name != "metrics"
-)
+MEASURED_TABLES = ["metrics", *(name for name, table in TABLES.items() if table.has_numbers and name != "metrics")]
 """The tables with numbers that can be averaged. Their custom statistics and metrics are added."""
 
 

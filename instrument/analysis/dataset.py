@@ -121,10 +121,10 @@ class _Run:
         self._like = {"phase": rows["phase"].iloc[0], "call": calls if selections[0].joins_calls else calls[0]}
         layers = {self.first: recorded}
         layers |= {each.layer: self._aligned(each, "layer", f"layer {each.layer!r}") for each in selections[1:]}
-        shapes = {
-            each.layer: squeezed((0, *common_shape(layers[each.layer].batches, each, 1 + self._flat)))[1:]
-            for each in selections
-        }
+        shapes = {}
+        for each in selections:
+            shape = common_shape(layers[each.layer].batches, each, 1 + self._flat)
+            shapes[each.layer] = squeezed((0, *shape))[1:]
         dtypes = index["dtype"].map(lambda name: getattr(torch, name, torch.float32))  # those stored with a scale
         self.in_row_groups = bool(index["block"].isna()[recorded.which].any())
         samples = self._samples.iloc[np.concatenate([batch.samples for batch in self.batches])]
@@ -144,10 +144,8 @@ class _Run:
         sources = {f"x.{name}": each._replace(shape=shapes[name]) for name, each in layers.items()}
         sources |= {name: each for name, each in inputs.items() if each is not None}
         mask = sources.pop("mask", None) if self._flat else None
-        self.sources = {
-            name: each._replace(dtype=reduce(torch.promote_types, dtypes[each.which].unique()))
-            for name, each in sources.items()
-        }
+        promoted = {name: reduce(torch.promote_types, dtypes[each.which].unique()) for name, each in sources.items()}
+        self.sources = {name: each._replace(dtype=promoted[name]) for name, each in sources.items()}
         special = torch.tensor(list(items.special_tokens), dtype=torch.int64)
         if len(special) and "token" not in sources:
             raise ConfigError(Problem("special_tokens", "the tokens were not recorded", fix="pass tokens=NAME"))
@@ -195,9 +193,8 @@ class _Run:
     def _located(self, source: _Source, where: str, what: str) -> _Source:
         """Return a source with the indices in dimension 1 of the positions at which the first layer was recorded."""
         found: dict[tuple[int, int], Array] = {}
-        for own, columns, batch, first in zip(
-            self.columns or (), source.columns, source.batches, self.batches, strict=True
-        ):
+        cells = zip(self.columns or (), source.columns, source.batches, self.batches, strict=True)
+        for own, columns, batch, first in cells:
             key = id(own), id(columns)
             if key not in found and own is not None and columns is not None and len(columns) == batch.shape[1]:
                 if batch.source[1] == first.source[1]:
@@ -230,14 +227,12 @@ class _Run:
         rows = rows[rows["layer"] == ""] if (rows["layer"] == "").any() else rows
         layers = sorted(rows["layer"].unique())
         if len(layers) > 1:
-            message = f"several layers have a recorded input {value!r}"
-            fix = "record the inputs of the model: layers: '.'"
+            fix, message = "record those of the model: layers: '.'", f"several layers have a recorded input {value!r}"
             raise ConfigError(Problem(where, message, value, shown(layers), fix=fix))
         rows = rows[rows["hook"] == rows["hook"].mode()[0]]
         call = self._like["call"] if rows["call"].isin(np.atleast_1d(self._like["call"])).any() else None
-        like = FeatureSelection(
-            layers[0] or ".", rows["hook"].iloc[0], "input", self._like["phase"], path=value, call=call
-        )
+        layer, hook, phase = layers[0] or ".", rows["hook"].iloc[0], self._like["phase"]
+        like = FeatureSelection(layer, hook, "input", phase, path=value, call=call)
         source = self._aligned(like, where, f"the input {value!r}")
         per_position = self._flat and (where != "with_targets" or len(source.batches[0].shape) > 1)
         source = self._located(source, where, f"the input {value!r}") if per_position else source
@@ -301,12 +296,10 @@ class ActivationDataset(Dataset[Batch]):
             if _shapes(run) != self._shapes or (run.targets is None) != (self._runs[0].targets is None):
                 given = f"{_shapes(run)} in {run.files.folder}"
                 raise ConfigError(Problem("layer", "the items of the runs differ in shape", given, str(self._shapes)))
-        self._dtypes = {
-            name: reduce(torch.promote_types, [run.sources[name].dtype for run in self._runs]) for name in self._shapes
-        }
-        self.item_bytes = sum(
-            prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items() if name.startswith("x.")
-        )
+        dtypes = {name: [run.sources[name].dtype for run in self._runs] for name in self._shapes}
+        self._dtypes = {name: reduce(torch.promote_types, each) for name, each in dtypes.items()}
+        sizes = {name: prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        self.item_bytes = sum(size for name, size in sizes.items() if name.startswith("x."))
         batches = [batch for run in self._runs for batch in run.batches]
         self._run_of = np.repeat(np.arange(len(self._runs)), [len(run.batches) for run in self._runs])
         self._number = np.concatenate([np.arange(len(run.batches)) for run in self._runs])
@@ -470,8 +463,7 @@ class ActivationDataset(Dataset[Batch]):
         if not _is_integer(batch_size) or batch_size < 1:
             raise ConfigError(Problem("batch_size", "must be a positive integer", repr(batch_size), "1, 2, ..."))
         if shuffle is not None and (not _is_integer(shuffle) or shuffle < 0):
-            allowed = "0, 1, ..., or None: no shuffling"
-            message = "must be the seed of the order"
+            message, allowed = "must be the seed of the order", "0, 1, ..., or None: no shuffling"
             raise ConfigError(Problem("shuffle", message, repr(shuffle), allowed, fix="shuffle=0"))
         if not 0 <= rank < ranks:
             raise ConfigError(Problem("rank", "no process has this number", rank, f"0 to {ranks - 1}"))
@@ -602,9 +594,8 @@ class ActivationBatches(IterableDataset[Batch]):
                 return data.join(items[order], buffers), _inverse(order)
             of = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end - 1, side="right") + 1)
             last = bounds[chunks[of] + 1]
-            pieces = np.stack(
-                [np.maximum(bounds[chunks[of]], last - (ends[of] - begin)), np.minimum(last, last - (ends[of] - end))]
-            )
+            first = np.maximum(bounds[chunks[of]], last - (ends[of] - begin))
+            pieces = np.stack([first, np.minimum(last, last - (ends[of] - end))])
             items = np.concatenate([np.arange(*piece) for piece in pieces[:, np.argsort(pieces[0])].T])
             if shuffle is None:
                 return data.join(items[places], buffers), None

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
+from numpy.lib.format import open_memmap
 
 from ..config.base import parse_slice
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
@@ -51,10 +52,8 @@ class Features(NamedTuple):
     ids: Array
 
     def __repr__(self) -> str:
-        parts = (
-            f"{name}: {part if part is None else f'{part.dtype} {part.shape}'}" for name, part in self._asdict().items()
-        )
-        return f"Features({', '.join(parts)})"
+        parts = {name: None if part is None else f"{part.dtype} {part.shape}" for name, part in self._asdict().items()}
+        return f"Features({', '.join(f'{name}: {part}' for name, part in parts.items())})"
 
     @property
     def flat(self) -> Array:
@@ -152,9 +151,7 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     destinations[first] = np.arange(len(first))
     calls = sorted(rows["call"].unique().tolist())
     size = (len(first), len(calls), *shape) if selection.joins_calls else (len(first), *shape)
-    features: Array = (
-        np.empty(size, dtype) if out is None else np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=size)
-    )
+    features: Array = np.empty(size, dtype) if out is None else open_memmap(out, "w+", dtype, size)
     destinations_of = {}
     end = 0
     for batch in batches:
@@ -175,9 +172,6 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
     rows = index[index["layer"] == selection.layer_name]
     if rows.empty:
         layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
-        if not layers:
-            message, fix = "the run has no recorded tensors", "set 'tensors: true' in a record hook"
-            raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         similar = similar_names(selection.layer, layers)
         fix = "set 'tensors: true' in a record hook of this layer"
         message = "no tensors of this layer were recorded"
@@ -195,8 +189,7 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
     for name in _CHOICES[:-1] if selection.joins_calls else _CHOICES:
         values = sorted(rows[name].unique().tolist())
         if len(values) > 1:
-            several = {"hook": "hooks", "phase": "phases", "path": "paths", "call": "calls"}[name]
-            message = f"layer {selection.layer!r} has tensors of several {several}"
+            message = f"layer {selection.layer!r} has tensors of several {name}s"
             raise ConfigError(Problem(name, message, allowed=shown(values), fix=f"pass {name}={values[0]!r}"))
     kind = KINDS.get(rows["kind"].iloc[0])
     if kind is not None and kind.family != "module":
@@ -207,9 +200,7 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
         fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
         raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
     if rows.duplicated(selection.key).any():
-        message = (
-            f"layer {selection.layer!r} has several tensors of the same batch, because a phase began twice in a step"
-        )
+        message = f"layer {selection.layer!r} has several tensors of the same batch: a phase began twice in a step"
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
     return rows.sort_values(selection.key, kind="stable", ignore_index=True)
 
@@ -222,8 +213,7 @@ def shown(values: Sequence[Any]) -> list[str]:
 
 def samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the samples of the steps of these tensors, in the order of the batches."""
-    steps = ds.field("step").isin(pa.array(rows["step"].unique()))
-    condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
+    condition = ds.field("step").isin(pa.array(rows["step"].unique())) & (ds.field("phase") == rows["phase"].iloc[0])
     samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
     if samples.empty:
         message = "the ids of the samples are unknown: the table 'samples' has no rows for these tensors"

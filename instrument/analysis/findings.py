@@ -5,8 +5,6 @@ What is wrong comes from the rules of the run. The other observations have no th
 Tables are read in batches and with the needed columns only, so that tables may be larger than memory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -23,7 +21,6 @@ import pyarrow.dataset as ds
 from ..config.hook_specs import describe_action
 from ..config.parse import parse_rules
 from ..config.rules import default_rules
-from ..errors import InstrumentError
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import location_label, location_name
 from ..tables.kinds import KINDS
@@ -50,8 +47,7 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
 
     `evaluates`: whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
     """
-    if len(run.folders) > 1:
-        raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
+    run.check_single()
     has_rules = "rules" in (run.info.get("config") or {})
     rules = rules_of(run.info) if has_rules else default_rules()
     evaluates &= not has_rules
@@ -73,8 +69,7 @@ def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:
-    training = ds.field("phase") == "train"
-    rows = run.read("metrics", ["step", "loss"], training & ds.field("loss").is_valid())
+    rows = run.read("metrics", ["step", "loss"], (ds.field("phase") == "train") & ds.field("loss").is_valid())
     steps, losses = rows["step"], rows["loss"].to_numpy()
     if not len(losses):
         return
@@ -103,8 +98,7 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         tensor = {name: row[name] for name in ("layer", "hook", "role")}
         yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
         return
-    training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
-    rows = run.read("metrics", ["step", "grad_norm"], training)
+    rows = run.read("metrics", ["step", "grad_norm"], (ds.field("phase") == "train") & ds.field("grad_norm").is_valid())
     steps, norms = rows["step"], rows["grad_norm"].to_numpy()
     finite_norms = np.where(np.isfinite(norms), norms, -math.inf)
     if len(finite_norms) and finite_norms.max() > 0.0:

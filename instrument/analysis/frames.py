@@ -3,8 +3,6 @@
 The files contain custom statistics and metrics in one column, by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -2,8 +2,6 @@
 notebook. The tables are those of pandas, which a notebook formats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -197,10 +195,9 @@ def _sections_of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, 
     yield _html_table("Metrics", METRIC_COLUMNS, [row.cells for row in metric_rows(history)], f"{name}.metrics")
     found = [(each.what, each.where, each.step, each.value) for each in findings(run, evaluates=False)]
     yield _html_table("Findings", ("finding", "where", "step", "value"), found, f"{name}.findings")
-    layers, count = layer_rows(history, MAX_ROWS)
-    yield _html_table(
-        "Layers, largest change first", LAYER_COLUMNS, [row.cells for row in layers], f"{name}.stats", count
-    )
+    rows, count = layer_rows(history, MAX_ROWS)
+    layers = [row.cells for row in rows]
+    yield _html_table("Layers, largest change first", LAYER_COLUMNS, layers, f"{name}.stats", count)
     if not is_small:
         yield "The layers are not shown: there are too many rows of statistics."
     hooks = [[row[key] for key in HOOK_COLUMNS] for row in coverage_rows(coverage or history.coverage)]

@@ -3,8 +3,6 @@
 All functions take DataFrames with the columns of the tables, so they work on a run, a part of a run, or several runs.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections import Counter
@@ -126,20 +124,13 @@ def recorded_tensors(run: RunTables | pd.DataFrame) -> list[PlottedTensor]:
     columns = list(dict.fromkeys([*KEYS, *PLACE, *Batch._fields, "dtype", "shape", "source_shape", "recompute"]))
     frame = run.read("tensors", columns) if isinstance(run, RunTables) else run[columns]
     frame = frame[~frame["recompute"].astype(bool) & frame["dtype"].map(is_known).astype(bool)]
-    return [
-        PlottedTensor(
-            RecordedSeries(*(row[key] for key in KEYS)),
-            row["layer"],
-            row["path"],
-            row["call"],
-            row["backward"],
-            Batch(*(row[name] for name in Batch._fields)),
-            row["dtype"],
-            tuple(map(int, row["shape"])),
-            tuple(map(int, row["source_shape"])),
-        )
-        for row in frame.to_dict("records")
-    ]
+    tensors = []
+    for row in frame.to_dict("records"):
+        series, batch = RecordedSeries(*(row[key] for key in KEYS)), Batch(*(row[name] for name in Batch._fields))
+        shape, source_shape = (tuple(map(int, row[name])) for name in ("shape", "source_shape"))
+        layer, path, call, backward = (row[name] for name in PLACE)
+        tensors.append(PlottedTensor(series, layer, path, call, backward, batch, row["dtype"], shape, source_shape))
+    return tensors
 
 
 @dataclass(frozen=True)

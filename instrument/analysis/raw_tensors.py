@@ -71,8 +71,7 @@ class RawTensors:
             for part in row_groups(piece):
                 with files.errors_reported(file):
                     index = part.to_table(schema=table.schema, columns=read)
-                    numbers = pa.array(np.arange(len(index)))
-                    index = index.append_column("row", numbers)
+                    index = index.append_column("row", pa.array(np.arange(len(index))))
                     index = index if condition is None else index.filter(condition)
                     numbers = index["row"].to_pylist()
                     is_file = isinstance(part, ds.ParquetFileFragment)
@@ -86,17 +85,10 @@ class RawTensors:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_cells", "_group")}
 
-    def __len__(self) -> int:
-        return len(self.index)
-
     @cached_property
     def _cells(self) -> list[tuple[int, str, tuple[int, ...], Place]]:
         columns = [self.index[name].to_pylist() for name in self.COLUMNS]
         return [(rank, dtype, tuple(shape), Place(*place)) for rank, dtype, shape, *place in zip(*columns, strict=True)]
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        """Return the recorded shape of a tensor."""
-        return self._cells[i][2]
 
     def array(self, i: int, start: int = 0, stop: int | None = None) -> np.ndarray[Any, Any]:
         """Return a tensor, or the entries start:stop of its dimension 0, of which only these bytes are read.

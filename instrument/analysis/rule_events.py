@@ -1,7 +1,5 @@
 """The rules of a finished run: they read its tables in the order of the steps, and decide as they did live."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -72,14 +70,10 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
     def rows_of(moment: Moment, stats: _Rows) -> StepRows:
         sites, columns = stats
         missing = np.full(len(sites), np.nan)
-        return StepRows(
-            *moment,
-            rules.layout(sites, moment[1], lambda site: site),
-            lambda name: columns.get(name, missing),
-            metrics.get(moment),
-            targets.get(moment),
-            relations=relations.get(moment, ()),
-        )
+        layout = rules.layout(sites, moment[1], lambda site: site)
+        others = metrics.get(moment), targets.get(moment)
+        found = relations.get(moment, ())
+        return StepRows(*moment, layout, lambda name: columns.get(name, missing), *others, relations=found)
 
     position = 0
     for moment, stats in _statistics(run, rules, condition):

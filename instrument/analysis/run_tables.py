@@ -152,10 +152,8 @@ class RunTables:
     def check_single(self, where: str = "run") -> None:
         """Raise a ConfigError for an argument with this name if there are several runs."""
         if len(self.folders) > 1:
-            message, fix = (
-                f"the folder contains {len(self.folders)} runs",
-                f"load one of them, such as {self.folders[0]}",
-            )
+            message = f"the folder contains {len(self.folders)} runs"
+            fix = f"pass one of them, such as {self.folders[0]}"
             raise ConfigError(Problem(where, message, str(self.path), fix=fix))
 
     @property
@@ -177,10 +175,8 @@ class RunTables:
         their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or
         named `objective`, is renamed to `override.<name>`.
         """
-        numbers = [
-            {**info["metrics"], **({OBJECTIVE_KEY: info[OBJECTIVE_KEY]} if OBJECTIVE_KEY in info else {})}
-            for info in self.infos
-        ]
+        objectives = ({OBJECTIVE_KEY: info[OBJECTIVE_KEY]} if OBJECTIVE_KEY in info else {} for info in self.infos)
+        numbers = [info["metrics"] | more for info, more in zip(self.infos, objectives, strict=True)]
         taken = {name for row in numbers for name in row}
         rows = [
             {
@@ -245,8 +241,7 @@ class RunTables:
         for files in self.files:
             for batch in files.scan(table, _stored(columns, custom), condition):
                 if custom:
-                    rows = with_custom_columns(pa.Table.from_batches([batch]), custom)
-                    yield from rows.select(columns).to_batches()
+                    yield from with_custom_columns(pa.Table.from_batches([batch]), custom).select(columns).to_batches()
                 else:
                     yield batch
 

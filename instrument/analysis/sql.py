@@ -38,9 +38,7 @@ Columns = dict[str, pa.Array]
 """Arrays with one value per run, by column name."""
 _TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
 _ALL_COLUMNS = re.compile(r"(?:\bselect|,|\.|\bdistinct)\s*\*|^\s*from\b|\bcolumns\s*\(", re.IGNORECASE)
-_UNKNOWN = re.compile(
-    r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
-)
+_UNKNOWN = re.compile(r'(?i)Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"')
 
 
 def run_query(run: RunTables, query: str) -> pd.DataFrame:
@@ -59,9 +57,8 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
     with packages_of("polars", "run.lazy"):
         import polars
         from polars.io.plugins import register_io_source
-    schema = _with_tables(
-        run, f"select 1 from {table}", lambda connection: connection.table(table).pl(lazy=True).collect_schema()
-    )
+    query = f"select 1 from {table}"
+    schema = _with_tables(run, query, lambda connection: connection.table(table).pl(lazy=True).collect_schema())
 
     def read(
         columns: list[str] | None, condition: pl.Expr | None, limit: int | None, _batch_size: int | None

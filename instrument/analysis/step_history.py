@@ -4,8 +4,6 @@ Of a statistic, there is one number for each location and group of steps. Of dis
 over the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -210,9 +208,8 @@ DISTRIBUTION_COLUMNS = ("levels", "quantiles", "low", "high", "counts")
 class LocationDistributions:
     """The distributions of one location: the last row of each group of `width` steps, and the first row of a step."""
 
-    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(
-        default_factory=dict
-    )  # by step // width: step, version, row
+    # By step // width: step, version, row.
+    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(default_factory=dict)
     width: int = 1
     step_count: int = 0  # the number of recorded steps
     has_several: bool = False  # whether a step has several rows

@@ -6,8 +6,6 @@ Exit codes: 0, no difference exceeds the tolerance; 1, the runs differ; 2, the a
 nothing in common.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
@@ -33,26 +31,15 @@ def command_line() -> argparse.ArgumentParser:
     parser = parser_of("diff")
     parser.add_argument("a", metavar="A", help="the folder or the remote address of a run, or a folder of tensors")
     parser.add_argument("b", metavar="B", help="the same for the other run")
-    parser.add_argument(
-        "--rename",
-        metavar="OLD=NEW",
-        nargs="+",
-        default=[],
-        help="layers of A with another name in B, such as encoder=backbone; for a folder of tensors also expressions, "
-        "such as 'h.*.c_attn=cat(blocks.*.q, blocks.*.k, blocks.*.v)'",
-    )
-    parser.add_argument(
-        "--tolerance", metavar="X", type=float, help="the relative difference above which tensors differ"
-    )
-    parser.add_argument(
-        "--steps", metavar="FIRST:END", default=":", help="compare only these steps, such as 0:100 for steps 0 to 99"
-    )
-    parser.add_argument(
-        "--as",
-        dest="form",
-        choices=["foreign"],
-        help="read folders as tensors that other programs wrote, also if they contain a run",
-    )
+    text = "layers of A with another name in B, such as encoder=backbone; for a folder of tensors also expressions, "
+    text += "such as 'h.*.c_attn=cat(blocks.*.q, blocks.*.k, blocks.*.v)'"
+    parser.add_argument("--rename", metavar="OLD=NEW", nargs="+", default=[], help=text)
+    text = "the relative difference above which tensors differ"
+    parser.add_argument("--tolerance", metavar="X", type=float, help=text)
+    text = "compare only these steps, such as 0:100 for steps 0 to 99"
+    parser.add_argument("--steps", metavar="FIRST:END", default=":", help=text)
+    text = "read folders as tensors that other programs wrote, also if they contain a run"
+    parser.add_argument("--as", dest="form", choices=["foreign"], help=text)
     add_json(parser)
     return parser
 
@@ -61,14 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     try:
         with warnings.catch_warnings(action="ignore", category=InstrumentWarning):
-            difference = diff(
-                args.a,
-                args.b,
-                rename=dict(_renamed(entry) for entry in args.rename),
-                tolerance=args.tolerance,
-                steps=_steps(args.steps),
-                foreign=args.form == "foreign",
-            )
+            rename, steps, foreign = dict(map(_renamed, args.rename)), _steps(args.steps), args.form == "foreign"
+            difference = diff(args.a, args.b, rename=rename, tolerance=args.tolerance, steps=steps, foreign=foreign)
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return 2

@@ -6,8 +6,6 @@ KEY is a key such as `train.steps` or `hooks.mine.every`, its last part, or a na
 Exit codes: 0, explained; 2, nothing has this name.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re
@@ -329,14 +327,10 @@ def _fields(
             continue
         default = None if field.is_required() or field.default_factory is not None else described.get("default")
         shown = None if field.default_factory is not None else value_text(default)
-        yield Entry(
-            f"{prefix}{key}",
-            what,
-            field.description or sentences_of_section(described, definitions),
-            type_text(described, definitions).replace("`", ""),
-            "required" if field.is_required() else shown,
-            example=_example_of(prefix, key, example, default),
-        )
+        shown = "required" if field.is_required() else shown
+        meaning = field.description or sentences_of_section(described, definitions)
+        kind, shown_example = type_text(described, definitions), _example_of(prefix, key, example, default)
+        yield Entry(f"{prefix}{key}", what, meaning, kind.replace("`", ""), shown, example=shown_example)
 
 
 def _example_of(prefix: str, key: str, example: Mapping[str, Any], default: object) -> str:

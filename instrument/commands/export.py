@@ -175,8 +175,8 @@ def _write_safetensors(data: ActivationDataset, folder: Path) -> None:
     for name, part in sorted(columns.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
         dtype = str(part.dtype).removeprefix("torch.")
         if dtype not in SAFETENSORS_DTYPES:
-            message = f"safetensors has no dtype {dtype}"
-            raise ConfigError(Problem("--to", message, name, fix="record with 'dtype: float32'"))
+            fix = "record with 'dtype: float32'"
+            raise ConfigError(Problem("--to", f"safetensors has no dtype {dtype}", name, fix=fix))
         start, end = end, end + len(data) * part[0].nbytes
         entry = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": [len(data), *part.shape[1:]]}
         header[name] = {**entry, "data_offsets": [start, end]}
@@ -206,13 +206,9 @@ def _write_hf(data: ActivationDataset, folder: Path) -> None:
             writer.write_batch(rows)
         if writer is not None:
             writer.close()
-    state = {
-        "_data_files": [{"filename": name}],
-        "_fingerprint": "",
-        "_format_kwargs": {},
-        "_output_all_columns": False,
-    }
-    state |= dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_data_files": [{"filename": name}], "_fingerprint": "", "_format_kwargs": {}}
+    state["_output_all_columns"] = False
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")  # the features are those of the Arrow schema
 
@@ -222,9 +218,8 @@ def _batches(data: ActivationDataset, size: int | None = None) -> Iterator[dict[
         layers = batch.pop("x")
         if taken := layers.keys() & batch.keys():
             message = "a column of the export has the name of this layer"
-            raise ConfigError(
-                Problem("--layer", message, min(taken), fix="export the other layers; run.dataset reads this one")
-            )
+            fix = "export the other layers; run.dataset reads this one"
+            raise ConfigError(Problem("--layer", message, min(taken), fix=fix))
         yield {**layers, **batch}
 
 
@@ -246,10 +241,9 @@ def _write_csv(files: RunFiles, folder: Path) -> str:
         if name == "tensors":
             continue
         columns = with_custom_columns(table.schema.empty_table(), run.custom_columns(name)).schema
-        is_text = (pa.types.is_list, pa.types.is_map, pa.types.is_dictionary)
-        schema = pa.schema(
-            [each.with_type(pa.string()) if any(test(each.type) for test in is_text) else each for each in columns]
-        )
+        texts = (pa.types.is_list, pa.types.is_map, pa.types.is_dictionary)
+        fields = (each.with_type(pa.string()) if any(is_(each.type) for is_ in texts) else each for each in columns)
+        schema = pa.schema(fields)
         with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
             for batch in run.scan(name, columns.names):
                 cells = [_csv_cells(values, field.type) for values, field in zip(batch.columns, schema, strict=True)]

@@ -6,8 +6,6 @@ events of custom rules are taken from the run, since their code is not run.
 Exit codes: 0, no rule fires; 1, the run cannot be read; 2, the arguments are invalid; 4, a rule fires.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,6 @@ from instrument.analysis.rule_events import rule_events
 from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
-from instrument.errors import ConfigError, Problem
 from instrument.rules.rule_set import reference_file
 
 FIRED = 4
@@ -69,9 +66,7 @@ def _line(finding: Finding) -> str:
 
 def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
     """Pass the rows of a single run to rules, by default its own, and return what they find."""
-    if len(run.folders) > 1:
-        message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
-        raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))
+    run.check_single("RUN")
     rules = rules or rules_of(run.info) or default_rules()
     custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
     again = parse_rules({name: _again(run, name, entry) for name, entry in rules.items() if name not in custom})

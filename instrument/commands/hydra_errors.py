@@ -1,7 +1,5 @@
 """Translation of composition errors of Hydra into problems with a location, the given value and the allowed values."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -23,9 +21,8 @@ from ..fields.pip_extras import pip_command
 from ..training.sweep_objective import OBJECTIVE_KEY
 
 PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
-NO_PACKAGE_LINE = Problem(
-    "exp", f"the experiment file lacks its `{PACKAGE_LINE}` line", fix=f"add the first line: {PACKAGE_LINE}"
-)
+_FIX = f"add the first line: {PACKAGE_LINE}"
+NO_PACKAGE_LINE = Problem("exp", f"the experiment file lacks its `{PACKAGE_LINE}` line", fix=_FIX)
 EXTRAS = {
     "hydra/launcher": {"joblib": "joblib", "submitit_slurm": "submitit", "submitit_local": "submitit", "ray": "ray"},
     "hydra/sweeper": {"optuna": "optuna"},
@@ -89,9 +86,8 @@ def _override_problem(error: OverrideParseException) -> Problem:
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
-    existing = [
-        folder / group for folder in folders if os.path.isdir(folder / group)
-    ]  # also false for a name that is too long
+    # `isdir` is also false for a name that is too long.
+    existing = [folder / group for folder in folders if os.path.isdir(folder / group)]
     return sorted({file.stem for folder in existing for file in folder.glob("*.yaml")})
 
 

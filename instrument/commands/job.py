@@ -75,8 +75,7 @@ def job(config: DictConfig) -> float | None:
     with report_errors() as (folder, sweep):
         resume = config.get("resume")  # a job that `rerun` starts resumes from its own folder
         if sweep is not None and resume is not None and Path(resume).resolve() != folder.resolve():
-            message = "only single runs can be resumed"
-            raise ConfigError(Problem("resume", message, given=config.resume, fix="remove -m"))
+            raise ConfigError(Problem("resume", "only single runs can be resumed", config.resume, fix="remove -m"))
         parsed, raw = read_config(config)
         objective = read_objective(parsed.objective, raw.get("hooks"))
         if parsed.plan:

@@ -7,8 +7,6 @@ Exit codes: 0, done, or the run stays within the reference; 2, the arguments are
 reference; 4, the run leaves the reference.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator
@@ -101,10 +99,8 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}
     known = ranges.locations or list(ranges.index)
     missing = [key for key in known if key not in recorded]
-    labels = (
-        f"{location_name(key[1], key[4], key[2])} ({key[0]})" if key[0] else f"metrics ({key[-1]})" for key in missing
-    )
-    names = shorten(list(dict.fromkeys(labels)))
+    located = ((key[0] or key[-1], location_name(key[1], key[4], key[2]) if key[0] else "metrics") for key in missing)
+    names = shorten(list(dict.fromkeys(f"{name} ({of})" for of, name in located)))
     if len(missing) == len(known):
         message = "the run recorded no location of the reference"
         fix = "compare runs of the same model, recorded with hooks of the same names"

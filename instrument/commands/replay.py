@@ -169,9 +169,8 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
         lines.append(f"COUNTERFACTUAL from step {certificate.first_step} on, with other interventions: {names}")
     where = " before this step" if certificate.counterfactual else ""
     if certificate.difference is None:
-        lines.append(
-            f"EQUAL BITS: all compared values{where} are equal" if certificate.steps else f"no step{where} to compare"
-        )
+        equal = f"EQUAL BITS: all compared values{where} are equal"
+        lines.append(equal if certificate.steps else f"no step{where} to compare")
     else:
         lines.append(f"NOT EQUAL: {certificate.difference}")
         lines += [f"likely reason: {reason}" for reason in certificate.reasons]

@@ -3,8 +3,6 @@
 Exit codes: 0, all jobs are done; 1, some jobs are not done; 2, the arguments are invalid; 130, interrupted by Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -42,11 +40,7 @@ from instrument.training.sweep_jobs import (
 
 WHERE = "--rerun"
 KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
-COLOURS = {
-    "done": "green",
-    **dict.fromkeys(("failed", "killed"), "red"),
-    **dict.fromkeys(("interrupted", "stopped", "missing"), "yellow"),
-}
+COLOURS = {"done": "green", "failed": "red", "killed": "red"}  # the others are yellow
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -92,7 +86,7 @@ def _show(folder: str, *, as_json: bool) -> int:
     for name in ("job", "status", "overrides", "error"):
         table.add_column(name, overflow="fold")
     for job in jobs:
-        status = Text(job.status, style=COLOURS.get(job.status, ""))
+        status = Text(job.status, style=COLOURS.get(job.status, "" if job.status == RUNNING else "yellow"))
         table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
     wide_console().print(table)
     more = outcome_lines(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else []

@@ -179,6 +179,5 @@ def run_verb() -> None:
         _verb[:] = [verb]
         sys.exit(module.main())
     elif re.fullmatch("[A-Za-z]+", verb):
-        sys.exit(
-            _print_error(ConfigError(Problem("", "there is no such verb", verb, [*ALL], similar_names(verb, ALL))))
-        )
+        problem = Problem("", "there is no such verb", verb, [*ALL], similar_names(verb, ALL))
+        sys.exit(_print_error(ConfigError(problem)))

@@ -3,8 +3,6 @@
 Layers that have other names in the other run are found by mappings with patterns.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -76,11 +74,11 @@ def pattern_of(old: str, new: str) -> re.Pattern[str]:
         raise ConfigError(Problem(f"rename {old}={new}", message, new, ", ".join(wildcards) or "no wildcards"))
     if not all([old, new, *old.split(".")[1:], *new.split(".")[1:]]) and ROOT not in (old, new):
         raise ConfigError(Problem(f"rename {old}={new}", "a name has an empty segment", fix="'.' is the root module"))
-    segments = [] if old == ROOT else old.split(".")
-    parts = [
-        r"((?:[^.]+\.)*)" if each == "**" else re.escape(each).replace(r"\*", "([^.]*)") + r"\." for each in segments
-    ]
-    return re.compile("".join(parts) + "(.*)")
+    pattern = ""
+    for segment in [] if old == ROOT else old.split("."):
+        of_segment = re.escape(segment).replace(r"\*", "([^.]*)") + r"\."
+        pattern += r"((?:[^.]+\.)*)" if segment == "**" else of_segment
+    return re.compile(pattern + "(.*)")
 
 
 _WILDCARD = re.compile(r"\*\*?")
@@ -205,9 +203,8 @@ def _with_paths_of(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     of the other one: a module can return a tensor in one implementation, and a tuple in another.
     """
     keys = [name for name in LOCATION if name != "path"]
-    first, theirs = (
-        each[each["role"].isin(["input", "output"])].drop_duplicates(keys)[[*LOCATION]] for each in (one, other)
-    )
+    of_modules = (each[each["role"].isin(["input", "output"])] for each in (one, other))
+    first, theirs = (each.drop_duplicates(keys)[[*LOCATION]] for each in of_modules)
     both = theirs.reset_index().merge(first, on=keys, suffixes=("", "_a")).set_index("index")
     places = [{*each[[*LOCATION]].itertuples(index=False, name=None)} for each in (one, other)]
     is_free = [

@@ -94,9 +94,8 @@ def diff(
     if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < math.inf):
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
     if not isinstance(steps, Sequence) or [isinstance(each, Integral | None) for each in steps] != [True, True]:
-        raise ConfigError(
-            Problem("steps", "must be a range of steps", steps, "(first, end), such as (0, 100) or (50, None)")
-        )
+        allowed = "(first, end), such as (0, 100) or (50, None)"
+        raise ConfigError(Problem("steps", "must be a range of steps", steps, allowed))
     if not isinstance(rename or {}, Mapping):
         raise ConfigError(Problem("rename", "must be a mapping from names in A to names in B", rename))
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
@@ -110,10 +109,8 @@ def diff(
             fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
             raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
     condition = _condition(steps)
-    tables = {
-        table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
-        for table in ("stats", "tensors")
-    }
+    of_a, of_b = ({name: recorded(run, name, condition) for name in ("stats", "tensors")} for run in runs)
+    tables = {name: (of_a[name], of_b[name]) for name in of_a}
     one, other = (in_execution_order(*(table[side].locations for table in tables.values())) for side in (0, 1))
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
@@ -198,12 +195,9 @@ def _condition(steps: tuple[int | None, int | None]) -> ds.Expression | None:
 def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) -> pd.DataFrame:
     """Return the locations that only one of the runs recorded; see `Diff.unmatched`."""
     keys = list(LOCATION)
-    matched = (
-        locations[keys],
-        locations.drop(columns=["hook", "layer", "path"]).rename(columns=lambda name: name.removesuffix("_b")),
-    )
+    of_b = locations.drop(columns=["hook", "layer", "path"]).rename(columns=lambda name: name.removesuffix("_b"))
     left = []
-    for name, place, known in zip("ab", (one, other), matched, strict=True):
+    for name, place, known in (("a", one, locations), ("b", other, of_b)):
         is_known = pd.MultiIndex.from_frame(place[keys]).isin(pd.MultiIndex.from_frame(known[keys]))
         left.append(place[~is_known].assign(run=name))
     return pd.concat(left, ignore_index=True)[["run", *keys, "module_type", "scope"]]

@@ -10,8 +10,6 @@ d: if it exceeds a tolerance, the tensors differ by more than that. Extremes, l1
 fractions jump if a single element is rounded across zero. These statistics do not decide whether tensors differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,13 +42,10 @@ class Precision:
 # as well, so the errors of the statistics limit the accuracy.
 _ROUNDINGS, _TERMS = 10.0, 100.0
 PRECISIONS = {
-    precision.dtype: precision
-    for precision in (
-        Precision("float64", 53, 1e-10),
-        Precision("float32", 24, _ROUNDINGS * _TERMS * 2.0**-24),
-        Precision("float16", 11, _ROUNDINGS * 2.0**-11),
-        Precision("bfloat16", 8, _ROUNDINGS * 2.0**-8),
-    )
+    "float64": Precision("float64", 53, 1e-10),
+    "float32": Precision("float32", 24, _ROUNDINGS * _TERMS * 2.0**-24),
+    "float16": Precision("float16", 11, _ROUNDINGS * 2.0**-11),
+    "bfloat16": Precision("bfloat16", 8, _ROUNDINGS * 2.0**-8),
 }
 NOISE_RATIO = 10.0
 """The ratio of an error to the rounding noise of its layer above which rounding does not explain it: one order of magnitude."""

@@ -5,8 +5,6 @@ that applies: `names.yaml` in the folder, those of msprobe (`dump.json` and `dum
 those of `instrument.dump`, and otherwise the name itself is the layer, and the tensor its output.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,8 +236,7 @@ def _contents(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Load]
             is_dump = isinstance(metadata, dict) and "instrument" in metadata
             tensors = dict(_leaves(content["tensors"] if is_dump else content, ""))
     except ImportError:
-        message = "reading it requires safetensors"
-        raise ConfigError(Problem(str(file), message, fix="pip install safetensors")) from None
+        raise ConfigError(Problem(str(file), "requires safetensors", fix="pip install safetensors")) from None
     except Exception as error:
         message = f"cannot be read: {first_line(error)}"
         raise ConfigError(Problem(str(file), message, allowed=", ".join(SUFFIXES))) from error

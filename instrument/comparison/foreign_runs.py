@@ -4,8 +4,6 @@ Expressions such as `cat(attn.q, attn.k, attn.v)` compute a tensor of one implem
 Two folders have the same tokens of the same samples in the same order, without padding.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping, Sequence
@@ -151,8 +149,7 @@ def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
         return value
     except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
-        message = f"cannot be computed: {first_line(error)}"
-        raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error
+        raise ConfigError(Problem(where, f"cannot be computed: {first_line(error)}", shapes, ALLOWED)) from error
 
 
 MAX_NAMES = 4  # maximum number of tokens or layers in a message
@@ -162,9 +159,8 @@ MAX_NAMES = 4  # maximum number of tokens or layers in a message
 class Noise:
     """The rounding noise of tensors: their largest relative L2 errors against the same tensors in float64."""
 
-    errors: Mapping[
-        str, Mapping[tuple[str, str, str], float]
-    ]  # of each measured side, `a` or `b`, by layer, role and path
+    # Of each measured side, `a` or `b`, by layer, role and path.
+    errors: Mapping[str, Mapping[tuple[str, str, str], float]]
     source: str  # how the noise is known
     order: Mapping[tuple[str, str, str, int, int], int]  # of execution of A, by layer, role, path, call and step
 
@@ -338,9 +334,8 @@ def _pairs(a: Tokens, b: Tokens) -> pd.DataFrame:
     pairs = a.table.merge(other.astype({"sample": np.int64}), on=["sample", "position"], suffixes=("_a", "_b"))
     if pairs.empty:
         firsts = [each.table[each.table["sample"] == each.table["sample"].iloc[0]]["token"] for each in (a, b)]
-        given = "; ".join(
-            f"{name}: {shorten([*map(str, each)], MAX_NAMES)}" for name, each in zip("AB", firsts, strict=True)
-        )
+        texts = [shorten([*map(str, each)], MAX_NAMES) for each in firsts]
+        given = f"A: {texts[0]}; B: {texts[1]}"
         fix = "run both with the same samples and tokens, or pass the ids of the samples"
         raise ConfigError(Problem("", "no sample has the same tokens in both folders", given, fix=fix))
     are_known = (pairs["token_a"] >= 0) & (pairs["token_b"] >= 0)

@@ -6,8 +6,6 @@ layer if both runs have it. So a run in which some operators are missing is comp
 also by their line. For runs with different numbers of processes, see `process_relations`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,10 +122,8 @@ def compare_operators(
             table, *firsts = _relations(matched, limit, unit)
             relations.append(table)
             compared, different = compared + len(table), different + int((table["relation"] == "").sum())
-            unmatched = [
-                total + len(rows) - rows["rank"].nunique() * len(table)
-                for total, rows in zip(unmatched, outputs, strict=True)
-            ]
+            left = [len(rows) - rows["rank"].nunique() * len(table) for rows in outputs]
+            unmatched = [total + count for total, count in zip(unmatched, left, strict=True)]
             first, above = (before or of_step for before, of_step in zip((first, above), firsts, strict=True))
             if matched.divides.any():
                 break  # the parameters can differ from here on
@@ -140,18 +136,16 @@ def compare_operators(
             compared, different = compared + len(pairs), different + count
             unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
             found.append(firsts)
-        earliest = (
-            min(filter(None, those), key=lambda one: int(one.a["number"]), default=None)
-            for those in zip(*found, strict=True)
-        )
+        of_ranks = zip(*found, strict=True)
+        earliest = (min(filter(None, all_), key=lambda one: int(one.a["number"]), default=None) for all_ in of_ranks)
         first, above = (before or of_step for before, of_step in zip((first, above), earliest, strict=True))
-    rest = (unmatched[0], unmatched[1])
-    joined = pd.concat(relations) if relations else None
-    left_out = len(steps) - len(relations) if relations else 0
-    result = OperatorDifferences(
-        steps[: len(steps) - left_out], left_out, (one, other), limit, compared, different, first, above, rest, joined
-    )
-    return result if compared else None
+    if not compared:
+        return None
+    numbers = (limit, compared, different, first, above, (unmatched[0], unmatched[1]))
+    if not relations:
+        return OperatorDifferences(steps, 0, (one, other), *numbers, None)
+    done = len(relations)
+    return OperatorDifferences(steps[:done], len(steps) - done, (one, other), *numbers, pd.concat(relations))
 
 
 def _relations(
@@ -207,12 +201,8 @@ def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression |
 def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
     rows = run.read("operators", _COLUMNS, (ds.field("step") == step) & ds.field("fingerprint").is_valid())
-    names = (
-        rows["operator"]
-        .astype(str)
-        .str.replace(r"\.[^.]*$", "", regex=True)
-        .str.replace(_VARIANT, r"\1.\2", regex=True)
-    )
+    names = rows["operator"].astype(str).str.replace(r"\.[^.]*$", "", regex=True)
+    names = names.str.replace(_VARIANT, r"\1.\2", regex=True)
     return rows.assign(name=names, shape=rows["shape"].map(tuple))
 
 
@@ -249,9 +239,8 @@ def _first_differences(
     """
     matched = (rows.iloc[[pair[side] for pair in pairs]].reset_index(drop=True) for side, rows in enumerate(sides))
     both = pd.concat([rows.add_suffix(f"_{name}") for rows, name in zip(matched, "ab", strict=True)], axis=1)
-    is_other = (both["fingerprint_a"] != both["fingerprint_b"]).to_numpy(bool) | (
-        both["dtype_a"] != both["dtype_b"]
-    ).to_numpy(bool)
+    others = [(both[f"{name}_a"] != both[f"{name}_b"]).to_numpy(bool) for name in ("fingerprint", "dtype")]
+    is_other = others[0] | others[1]
     if not is_other.any():
         return 0, None, None
     known = [*zip(*pairs, strict=True)]
@@ -264,10 +253,8 @@ def _first_differences(
             tuple(rows["name"][last[side] + 1 : pairs[at][side]].drop(known[side], errors="ignore").drop_duplicates())
             for side, rows in enumerate(sides)
         ]
-        before = at, int((~is_other[:at]).sum())
-        return OperatorDifference(
-            a, b, OPERATOR_STATISTICS[which[at]], float(differences[at]), before, (between[0], between[1])
-        )
+        before, statistic = (at, int((~is_other[:at]).sum())), OPERATOR_STATISTICS[which[at]]
+        return OperatorDifference(a, b, statistic, float(differences[at]), before, (between[0], between[1]))
 
     above = np.flatnonzero(is_other & ((differences > tolerance) | (tolerance == 0)))
     unit = precision.unit if tolerance else 0.0
@@ -329,9 +316,8 @@ def _details(one: OperatorDifference) -> Iterator[str]:
     yield sizes if one.difference else "only the bits differ"
     count, equal = one.before
     if one.a["inputs"] == one.b["inputs"]:
-        reason = (
-            "it draws random numbers, so the random states differ" if one.a["random"] else "this operator is the reason"
-        )
+        is_random = one.a["random"]
+        reason = "it draws random numbers, so the random states differ" if is_random else "this operator is the reason"
         yield f"Its inputs are equal: {reason}."
     elif count == equal and not any(one.between) and pd.notna(one.a["inputs"]) and pd.notna(one.b["inputs"]):
         yield f"Its inputs differ already: {_EARLIER}"

@@ -1,7 +1,5 @@
 """The comparison of the rows and tensors that two runs recorded, a few steps at a time."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,10 +97,8 @@ class Comparison:
         order: Mapping[Any, int] = MappingProxyType({}),
     ) -> None:
         self.runs, self.locations, self._tables = runs, locations, tables
-        self.steps = {
-            table: sorted({step for _, step in one.rows.keys() & other.rows.keys()})
-            for table, (one, other) in tables.items()
-        }
+        both = {table: one.rows.keys() & other.rows.keys() for table, (one, other) in tables.items()}
+        self.steps = {table: sorted({step for _, step in rows}) for table, rows in both.items()}
         self.precisions: tuple[Precision, ...] = ()
         self._given = tolerance
         self.tolerance = math.nan if tolerance is None else tolerance
@@ -195,9 +191,8 @@ class Comparison:
         if self._noise is None or self._given is not None:
             return table
         noise = self.tolerances[table.index] / NOISE_RATIO
-        return table.assign(
-            noise=noise, ratio=np.where(table["l2"] == 0.0, 0.0, table["l2"] / np.where(noise, noise, np.nan))
-        )
+        ratio = np.where(table["l2"] == 0.0, 0.0, table["l2"] / np.where(noise, noise, np.nan))
+        return table.assign(noise=noise, ratio=ratio)
 
     def _aligned(self, table: str, columns: Sequence[str], conditions: Sequence[ds.Expression]) -> pd.DataFrame:
         rows, left = aligned(self.runs, table, columns, self.locations, conditions)
@@ -360,10 +355,8 @@ def _without_leading_ones(rows: pd.DataFrame) -> pd.DataFrame:
             excess = len(longer) - len(shorter)
             if longer == [1] * excess + shorter:
                 del longer[:excess]
-        columns = zip(*pairs, strict=True)
-        rows = rows.assign(
-            **{f"{name}_{side}": pd.Series(column, rows.index) for side, column in zip("ab", columns, strict=True)}
-        )
+        one, other = (pd.Series(column, rows.index) for column in zip(*pairs, strict=True))
+        rows = rows.assign(**{f"{name}_a": one, f"{name}_b": other})
     return rows
 
 
@@ -373,9 +366,8 @@ def _errors_of(row: Mapping[str, Any]) -> TensorErrors | None:
         return _DIFFERENT_SHAPE
     if list(row["shape_a"]) != list(row["shape_b"]) or not (is_known(row["dtype_a"]) and is_known(row["dtype_b"])):
         return None
-    arrays = [
-        array_of(*(row[f"{name}_{side}"] for name in ("values", "data", "shape", "dtype")), copy=False) for side in "ab"
-    ]
+    cells = ([row[f"{name}_{side}"] for name in ("values", "data", "shape", "dtype")] for side in "ab")
+    arrays = [array_of(*each, copy=False) for each in cells]
     # A sink with `tensors: list` stores float64 as float32.
     dtypes = [
         "float32" if dtype == "float64" and array.dtype == np.float32 else dtype

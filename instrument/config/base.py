@@ -134,7 +134,7 @@ class HookBase(Selection):
     )
     own: bool = Field(
         False,
-        description="For function kinds: only calls that the module's own forward makes, without those in its submodules.",
+        description="For function kinds: only calls of the module's own forward, without those in its submodules.",
     )
     fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
         1.0, description="For kind collective: act on this fraction of the tensors, drawn with the seed of the run."
@@ -178,9 +178,7 @@ class HookBase(Selection):
     positions: Indices | None = Field(
         None, description="Act only on these positions of a sequence: dimension 1 of batch-first tensors [N, T, ...]."
     )
-    samples: IndexList | None = Field(
-        None, description="Act only on the samples of the batch at these indices of dimension 0."
-    )
+    samples: IndexList | None = Field(None, description="Act only on the samples at these indices of dimension 0.")
     slice: SliceText | None = Field(
         None,
         description="Act only on this slice, in NumPy notation: '0:4, :, ::2' or '[:, -1, 64:128]'. Cannot be combined with "
@@ -377,10 +375,8 @@ class InterventionSpec(HookBase):
         kind = self.definition
         if not kind.can_change(self.tensor_role):
             others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
-            supporting = [
-                other.name for other in others if other.can_change(self.tensor_role) and other.family != "collective"
-            ]
-            hint = f"; {' and '.join(supporting)} can" if supporting else ""
+            can = [kind.name for kind in others if kind.can_change(self.tensor_role) and kind.family != "collective"]
+            hint = f"; {' and '.join(can)} can" if can else ""
             if self.tensor_role in ATTENTION_ROLES:
                 hint = "; with functions: softmax, role output changes the weights, and role input the scores"
             yield f"kind {kind.name} cannot change role {self.tensor_role}{hint}"

@@ -40,9 +40,8 @@ class CustomStatistic(Target):
     @model_validator(mode="after")
     def _validate_column(self) -> CustomStatistic:
         if not (self.column.isidentifier() and self.column.isascii()):
-            raise ValueError(
-                f"{self.target} requires a name of letters, digits and underscores: {{name: entropy, _target_: ...}}"
-            )
+            message = "requires a name of letters, digits and underscores: {name: entropy, _target_: ...}"
+            raise ValueError(f"{self.target} {message}")
         if self.column.lower() in RESERVED_COLUMNS:
             raise ValueError(f"the tables already have a column {self.column!r}; set another 'name'")
         return self
@@ -119,9 +118,8 @@ class StatisticsSpec(ObservationSpec):
     @property
     def statistics(self) -> tuple[str, ...]:
         """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
-        requested = (
-            {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        )
+        sets = {"default": DEFAULT, "all": ALL, "none": ()}
+        requested = sets[self.stats] if isinstance(self.stats, str) else self.stats
         built_in = [name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS)]
         others = [name for name in requested if isinstance(name, str) and name not in ALL]
         return (*built_in, *dict.fromkeys(others))
@@ -141,9 +139,8 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
             message = message_of(first)
             raise ValueError(f"invalid custom statistic: {place} {message}" if place else message) from None
     if given not in ("default", *ALL) and given not in REGISTERED:
-        raise UnknownNameError(
-            "statistic", str(given), ("default", *ALL, *REGISTERED, "or {_target_: package.function}")
-        )
+        allowed = ("default", *ALL, *REGISTERED, "or {_target_: package.function}")
+        raise UnknownNameError("statistic", str(given), allowed)
     return DEFAULT if given == "default" else (given,)
 
 
@@ -189,10 +186,9 @@ class RecordSpec(_WithTableFields):
             is_gradient = self.definition.gradient and not any("grad" in role for role in roles)
             if roles and (self.tensor_role not in roles or is_gradient):
                 names = f"{', '.join(roles[:-1])} or {roles[-1]}" if roles[1:] else roles[0]
-                needed = (
-                    f"{', '.join(values)} requires role {names}{' of a kind without gradients' if is_gradient else ''}"
-                )
-                yield f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}"
+                names += " of a kind without gradients" * is_gradient
+                given = f"this hook has kind {self.kind}, role {self.tensor_role}"
+                yield f"{', '.join(values)} requires role {names}; {given}"
         if "position_losses" in self.tables and self.selection:
             yield f"'position_losses' requires the logits of all positions, without {self.selection[0]!r}"
         tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
@@ -218,11 +214,12 @@ class RecordSpec(_WithTableFields):
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
         """The further tables that get rows, each with the values of those of its fields that are set."""
-        tables = {table.name: ((name, getattr(self, name)) for name in table.fields) for table in TABLES.values()}
-        given = {
-            table: {name: value for name, value in fields if value is not None} for table, fields in tables.items()
-        }
-        return {table: values for table, values in given.items() if values}
+        given = {}
+        for table in TABLES.values():
+            fields = ((name, getattr(self, name)) for name in table.fields)
+            if values := {name: value for name, value in fields if value is not None}:
+                given[table.name] = values
+        return given
 
     @property
     def readable(self) -> set[str]:
@@ -251,9 +248,7 @@ class ModifySpec(InterventionSpec):
     """Replace the tensor by the result of `fn`."""
 
     action: Literal["modify"]
-    straight_through: bool = Field(
-        False, description="Pass the gradient through unchanged (straight-through estimator, Bengio et al. 2013)."
-    )
+    straight_through: bool = Field(False, description="Pass the gradient through unchanged (Bengio et al. 2013).")
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
@@ -290,21 +285,12 @@ def describe_action(spec: HookSpec) -> str:
     if isinstance(spec, PrintSpec):
         shown = [name for name in spec.statistics if name not in COUNTS]
         return "print " + ", ".join([*shown, *(custom.column for custom in spec.custom_statistics)] or ["shape"])
-    arguments = spec.model_dump(
-        include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
-        exclude_none=True,
-        exclude_unset=True,
-        by_alias=True,
-    )
+    fields = {"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"}
+    arguments = spec.model_dump(include=fields, exclude_none=True, exclude_unset=True, by_alias=True)
     fn = arguments.pop("fn", None)
-    parts = [
-        spec.action,
-        fn["_target_"] if isinstance(fn, dict) else fn,
-        *(
-            f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}"
-            for key, value in arguments.items()
-        ),
-    ]
+    parts = [spec.action, fn["_target_"] if isinstance(fn, dict) else fn]
+    for key, value in arguments.items():
+        parts.append(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}")
     return " ".join(part for part in parts if part)
 
 

@@ -7,8 +7,6 @@
 - The search path of `hydra.main`, for compositions outside of it: the files of the package, then those of the working directory.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,10 +81,8 @@ class FieldLoader(ConfigLoaderImpl):
         config = super()._compose_config_from_defaults_list(used, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
-            key, value = (
-                override.get_key_element().lstrip("+~"),
-                override.value(),
-            )  # with the package, such as optimizer@critic
+            key = override.get_key_element().lstrip("+~")  # with the package, such as optimizer@critic
+            value = override.value()
             _check_mapping(key, config)
             if override.type == OverrideType.DEL and key in (*SECTIONS, *TARGETS) and value is None:
                 config.pop(key, None)  # Hydra removes only the choice of the group
@@ -105,9 +101,7 @@ class FieldLoader(ConfigLoaderImpl):
 def _of_group(key: str, results: Sequence[tuple[ResultDefault, ConfigResult]]) -> Any:
     """Return a section as the chosen files of its group define it; None if none is chosen."""
     chosen = [(default.package, each.config) for default, each in results if _group_of(default) == key]
-    files = [
-        config if package else OmegaConf.select(config, key) for package, config in chosen if package in (key, "", None)
-    ]
+    files = [config if at else OmegaConf.select(config, key) for at, config in chosen if at in (key, "", None)]
     return OmegaConf.merge(*filter(None, files)) if any(files) else None
 
 
@@ -132,9 +126,8 @@ def _check_mapping(key: str, config: DictConfig) -> None:
     section, _, name = key.partition(".")
     if name and not name[0].isdigit() and section in SECTIONS and OmegaConf.is_list(config.get(section)):
         message = "must be a mapping, since the items of a list cannot be overridden by name"
-        raise ConfigError(
-            Problem(section, message, given="a list", fix=f"write {section}: {{NAME: {{...}}}} in the file")
-        )
+        fix = f"write {section}: {{NAME: {{...}}}} in the file"
+        raise ConfigError(Problem(section, message, given="a list", fix=fix))
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:

@@ -1,7 +1,5 @@
 """How the processes of a run train together: `train.parallel`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Any, Literal, Self, get_args
@@ -25,12 +23,8 @@ class LayerStyle(Spec):
     style: Style = Field(
         description="colwise (ColwiseParallel), rowwise (RowwiseParallel) or sequence (SequenceParallel)."
     )
-    input: Layout | None = Field(
-        None, description="Layout of the input: replicate or shard(DIM). null: that of the class."
-    )
-    output: Layout | None = Field(
-        None, description="Layout of the output: replicate or shard(DIM). null: that of the class."
-    )
+    input: Layout | None = Field(None, description="Input layout: replicate or shard(DIM). null: that of the class.")
+    output: Layout | None = Field(None, description="Output layout: replicate or shard(DIM). null: that of the class.")
 
     @model_validator(mode="after")
     def _validate_sequence(self) -> Self:
@@ -79,9 +73,7 @@ class ParallelConfig(PlacementConfig):
         description="The sizes of the dimensions of the mesh: pp (pipeline), dp (data) and tp (tensor), from the slowest to the fastest "
         "varying rank. null: all processes are in dp.",
     )
-    data: Data = Field(
-        "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) also shards parameters."
-    )
+    data: Data = Field("ddp", description="For dp: ddp sums gradients, fsdp2 (fully_shard) also shards parameters.")
     plan: dict[
         Glob,
         Annotated[
@@ -105,9 +97,7 @@ class ParallelConfig(PlacementConfig):
         """Check the names, and sort the dimensions: `fully_shard` requires dp before tp."""
         for name in value or ():
             if name == "cp":
-                message = (
-                    "'cp': context_parallel of PyTorch has no attention kernel for CPU and fails there with is_causal"
-                )
+                message = "'cp': context_parallel of PyTorch has no attention kernel for CPU, and fails with is_causal"
                 raise ValueError(f"{message}; call it in your own loop on CUDA, with instrument.attach")
             if name not in DIMENSIONS:
                 known = ", ".join(f"{each} ({what})" for each, what in DIMENSIONS.items())

@@ -1,7 +1,5 @@
 """Conversion of plain mappings to specs. All problems of a file are reported at once, with the keys of the file."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +37,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
-    sections: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "hooks": partial(parse_hooks, phase=phase),
-        "apply": parse_apply,
-        "rules": parse_rules,
-    }
+    sections: Any = {"hooks": partial(parse_hooks, phase=phase), "apply": parse_apply, "rules": parse_rules}
     for section, parse in sections.items():
         try:
             parsed[section] = parse(raw.get(section))
@@ -112,12 +106,8 @@ def parse_rules(raw: Any) -> dict[str, RuleBase]:
     rule, is left out if another entry has the same rule.
     """
     rules: dict[str, RuleBase] = _parse_section("rules", raw, _rule_class, {})
-    problems = [
-        Problem("rules", "other events have this name", given=name, fix="choose another name for the rule")
-        for name in rules
-        if name in RESERVED
-    ]
-    raise_problems(problems)
+    fix, taken = "choose another name for the rule", [name for name in rules if name in RESERVED]
+    raise_problems([Problem("rules", "other events have this name", given=name, fix=fix) for name in taken])
     given = {getattr(rule, "rule", None) for rule in rules.values() if not rule.optional}
     return {name: rule for name, rule in rules.items() if not rule.optional or getattr(rule, "rule", None) not in given}
 
@@ -260,9 +250,8 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         owners = [name for name, spec in ACTIONS.items() if len(loc) == 1 and loc[0] in fields_of(spec)]
         if owners and issubclass(model, HookBase):
             fix = f"write a second hook with action: {owners[-1]}, or remove '{loc[0]}'"
-            return Problem(
-                key, "another action has this field", item["input"], f"action: {' or '.join(owners)}", fix=fix
-            )
+            actions = f"action: {' or '.join(owners)}"
+            return Problem(key, "another action has this field", item["input"], actions, fix=fix)
         fields = fields_of(model_at(model, loc[:-1]) or model)
         return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":
@@ -299,8 +288,7 @@ def mode_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem("forward.grad", "requires mode: forward", given=True, fix="set mode=forward")
         if config.data.probe_batch is not None and all(spec.phase != "probe" for spec in config.hooks.values()):
             message = "the probe batch is never used: no hook has phase: probe"
-            fix = "set phase: probe in a hook, or data.probe_batch=null"
-            yield Problem("data.probe_batch", message, fix=fix)
+            yield Problem("data.probe_batch", message, fix="set phase: probe in a hook, or data.probe_batch=null")
         return
     clean, size = config.forward.from_sample, config.train.batch_size
     if clean is not None and (clean >= size or size < 2):
@@ -318,8 +306,7 @@ def _phase_problems(config: RunConfig) -> Iterator[Problem]:
     phases = ["forward"] if config.mode == "forward" else ["train", "eval", "probe"]
     for name, spec in config.hooks.items():
         if spec.phase not in phases:
-            message = f"mode: {config.mode} has no such phase"
-            yield Problem(f"hooks.{name}.phase", message, given=spec.phase, allowed=phases)
+            yield Problem(f"hooks.{name}.phase", f"mode: {config.mode} has no such phase", spec.phase, phases)
         elif spec.phase == "probe" and config.data.probe_batch is None:
             fix = "set data.probe_batch=N for the first N evaluation samples"
             yield Problem(f"hooks.{name}.phase", "phase probe requires a probe batch", given="probe", fix=fix)

@@ -39,9 +39,7 @@ class DisableAction(Spec):
 class CallAction(Spec):
     """Call a function with the event, an `instrument.RuleEvent`."""
 
-    call: Target = Field(
-        description="The function, {_target_: package.function, ...}, or in Python the function itself."
-    )
+    call: Target = Field(description="The function, {_target_: package.function, ...}, or in Python the function.")
 
 
 Action = Literal["warn", "stop", "prune", "checkpoint"] | EnableAction | DisableAction | CallAction
@@ -55,9 +53,8 @@ def _parse_action(value: Any) -> Any:
         raise UnknownNameError("action", value, (*SIMPLE_ACTIONS, *(f"{{{name}: ...}}" for name in _MAPPINGS)))
     names = [name for name in _MAPPINGS if isinstance(value, Mapping) and name in value]
     if len(names) != 1:
-        raise ValueError(
-            "an action is warn, stop, prune, checkpoint, {enable: HOOK}, {disable: HOOK} or {call: {_target_: ...}}"
-        )
+        actions = "warn, stop, prune, checkpoint, {enable: HOOK}, {disable: HOOK} or {call: {_target_: ...}}"
+        raise ValueError(f"an action is {actions}")
     return _MAPPINGS[names[0]].model_validate(value)
 
 
@@ -125,9 +122,7 @@ class WindowRule(RuleBase):
     """A rule that compares a value with the median of previous ones."""
 
     factor: Annotated[float, Field(gt=1)]
-    window: Annotated[int, Field(ge=2, le=10_000)] = Field(
-        50, description="The number of previous values in the median."
-    )
+    window: Annotated[int, Field(ge=2, le=10_000)] = Field(50, description="The number of values of the median.")
     after: Count
 
     @model_validator(mode="after")

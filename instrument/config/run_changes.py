@@ -124,9 +124,8 @@ def _with(text: str, request: Request) -> Request:
     if equals and key in SWITCHES:
         name = _known_hook(str(value), key, settings)
         disabled = settings.disabled - {name} if SWITCHES[key] else settings.disabled | {name}
-        change = RunChange(
-            f"hooks.{name}", *(("disabled" if name in each else "enabled") for each in (settings.disabled, disabled))
-        )
+        states = ("disabled" if name in each else "enabled" for each in (settings.disabled, disabled))
+        change = RunChange(f"hooks.{name}", *states)
         settings = replace(settings, disabled=disabled)
     elif equals and key == SCALE:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:

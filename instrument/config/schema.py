@@ -4,8 +4,6 @@
 language server: `# yaml-language-server: $schema=../schema.json`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, reduce
@@ -40,8 +38,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
     """
     if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])
-    in_spec = len(path) > 2 and path[0] == "hooks"
-    model = model_at(HookBase, path[2:]) if in_spec else model_at(RunConfig, path)
+    model = model_at(HookBase, path[2:]) if len(path) > 2 and path[0] == "hooks" else model_at(RunConfig, path)
     installed = TRACKERS if [*path] == ["sink"] else ()
     return () if model is None or issubclass(model, Target) else tuple(dict.fromkeys([*fields_of(model), *installed]))
 
@@ -92,10 +89,8 @@ def experiment_schema() -> dict[str, Any]:
     """
     actions: set[Any] = {*ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec} - {ACTIONS["modify"]}
     models: list[Any] = [*(rule.fields for _, rule in sorted(RULES.items())), WatchRule, CustomRule]
-    unions: dict[str, Any] = {
-        "hooks": reduce(or_, sorted(actions, key=lambda spec: spec.__name__)),
-        "rules": reduce(or_, models),
-    }
+    specs = sorted(actions, key=lambda spec: spec.__name__)
+    unions: dict[str, Any] = {"hooks": reduce(or_, specs), "rules": reduce(or_, models)}
     mapping: Any = dict
     fields: Any = {name: (mapping[str, union], RunConfig.model_fields[name]) for name, union in unions.items()}
     config = create_model("RunConfig", __base__=RunConfig, **fields)
@@ -114,17 +109,10 @@ def experiment_schema() -> dict[str, Any]:
             item = _with_any(entry, "rule", "watch", "_target_", "name")
             schema["$defs"]["rule_entry"] = _with_any(entry, "rule", "watch", "_target_")
             entry = {"$ref": "#/$defs/rule_entry"}
-        schema["properties"][section] = {
-            "description": schema["properties"][section]["description"],
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {name: {"anyOf": [rule, entry, null]} for name, rule in by_name.items()},
-                    "additionalProperties": {"anyOf": [entry, null]},
-                },
-                {"type": "array", "items": item},
-            ],
-        }
+        named = {name: {"anyOf": [rule, entry, null]} for name, rule in by_name.items()}
+        mapping = {"type": "object", "properties": named, "additionalProperties": {"anyOf": [entry, null]}}
+        about = schema["properties"][section]["description"]
+        schema["properties"][section] = {"description": about, "anyOf": [mapping, {"type": "array", "items": item}]}
     return schema
 
 

@@ -1,7 +1,5 @@
 """The indices that the fields `units`, `heads`, `positions`, `samples` and `slice` of a spec select in a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..fields.field_types import Heads
@@ -63,9 +61,8 @@ def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None, *
         sizes[0] = min(first, sizes[0])
     for dim, (part, size) in enumerate(zip(parts, sizes, strict=False)):
         _check_part(part, dim, size, may_exceed=may_exceed)
-    kept = [
-        len(range(*part.indices(size))) for part, size in zip(parts, sizes, strict=False) if not isinstance(part, int)
-    ]
+    pairs = zip(parts, sizes, strict=False)
+    kept = [len(range(*part.indices(size))) for part, size in pairs if not isinstance(part, int)]
     return (*kept, *sizes[len(parts) :])
 
 
@@ -113,9 +110,7 @@ def _check_heads(heads: Heads, shape: Sequence[int], *, features_last: bool) -> 
     if dims:
         names = " or ".join(map(str, dims))
         message = f"'heads' divides the last dimension, but dimension {names} contains the {heads.of} heads of"
-        allowed = (
-            f"'units: [...]' with 'unit_dim: {names}' for these heads, or 'slice' for features of the last dimension"
-        )
+        allowed = f"'units: [...]' with 'unit_dim: {names}' for these heads, or 'slice' for the last dimension"
         raise SelectionError("heads", message, allowed)
     if not features_last:
         message = "'heads' divides the last dimension, but the heads are not side by side there in"

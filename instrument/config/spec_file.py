@@ -1,7 +1,5 @@
 """The configuration files of the package, and hook specs from a YAML file, from plain mappings, or from spec objects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -70,9 +68,8 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
     if not isinstance(rules, Mapping) and rules != "default":
         raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules))
     given = _read_file(specs) if isinstance(specs, str | Path) else specs
-    in_file = (
-        given.get("rules") if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else None
-    )
+    sections = given if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else {}
+    in_file = sections.get("rules")
     if in_file is not None and not isinstance(in_file, Mapping):
         raise ConfigError(Problem("rules", "must be a mapping from names to rules", given=in_file))
     known = {**default_rules(), **(in_file or {})}
@@ -95,9 +92,7 @@ def _joined(entries: Sequence[Any]) -> dict[str, Any]:
             raise ConfigError(Problem("specs", "must be a hook set, or a mapping from names to specs", given=specs))
         for name, spec in specs.items():
             if name in joined and spec is not None:
-                raise ConfigError(
-                    Problem(f"hooks.{name}", "several entries have a hook of this name", fix="rename one")
-                )
+                raise ConfigError(Problem(f"hooks.{name}", "several entries have a hook of this name"))
             joined[name] = _plain(spec)
     return joined
 

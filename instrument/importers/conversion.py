@@ -1,7 +1,5 @@
 """Conversion of a configuration file of another tool: its fields, none of which is lost without a note, and the experiment."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,17 +61,11 @@ class ConvertedExperiment:
         ]
         if self.notes:
             lines += ["#", "# Not converted, or different:", *(f"#   {note}" for note in self.notes)]
-        content = {"name": name, **self.settings, "hooks": self.hooks}
+        # A copy, in which no hooks share a value: YAML would write it once, and refer to it.
+        content = json.loads(json.dumps({"name": name, **self.settings, "hooks": self.hooks}))
         style: dict[str, Any] = {"default_flow_style": None, "sort_keys": False, "width": 120, "allow_unicode": True}
-        text: str = yaml.dump(content, Dumper=_Dumper, **style)
+        text: str = yaml.safe_dump(content, **style)
         return "\n".join([*lines, text])
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no types
-    """Writes a value that several hooks share to each of them."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
 
 
 def layers_containing(pattern: str, where: str) -> str:

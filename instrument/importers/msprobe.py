@@ -3,8 +3,6 @@
 Format: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +16,8 @@ TASKS = (
     *("statistics", "tensor", "overflow_check", "grad_probe"),
     *("run_ut", "acc_check", "free_benchmark", "structure", "exception_dump", "nan_analyze"),
 )
-STATISTICS = {
-    "max": "max",
-    "min": "min",
-    "mean": "mean",
-    "l2norm": "l2",
-    "nan count": "nan_count",
-    "zero count": "zero_fraction",
-}
+STATISTICS = {name: name for name in ("max", "min", "mean")}
+STATISTICS |= {"l2norm": "l2", "nan count": "nan_count", "zero count": "zero_fraction"}
 DEFAULT_STATISTICS = ["max", "min", "mean", "l2"]
 Tensors = Mapping[tuple[str, str], tuple[str, dict[str, Any]]]
 """The name and the fields of the hook on each kind of tensor."""

@@ -4,8 +4,6 @@ Formats: https://github.com/NVIDIA/nvidia-dlfw-inspect/blob/main/docs/config_fil
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
@@ -25,15 +23,8 @@ from .conversion import (
 
 LINEAR = "*Linear"
 """Classes of the layers that Transformer Engine inspects."""
-STATISTICS = {
-    "min": "min",
-    "max": "max",
-    "mean": "mean",
-    "std": "std",
-    "l1_norm": "l1",
-    "l2_norm": "l2",
-    "cur_amax": "abs_max",
-}
+STATISTICS = {name: name for name in ("min", "max", "mean", "std")}
+STATISTICS |= {"l1_norm": "l1", "l2_norm": "l2", "cur_amax": "abs_max"}
 # The tensors of a layer. In the namespace base, your code names the tensor that it passes, by custom its output.
 _WEIGHT = {"params": "weight"}
 TENSORS: dict[str, dict[str, Any]] = {
@@ -85,12 +76,10 @@ def _convert_section(section: Fields) -> None:
     experiment = section.experiment
     given = section.take("layers")
     # An example of the documentation has the pattern in the section itself.
-    layers = section if given is None else Fields(given, section.key("layers"), experiment)
-    pattern = _layers(layers)
-    features = [
-        (name, value, False) for name, value in section.left.items() if name not in ("transformer_engine", "base")
-    ]
-    for namespace in ("base", "transformer_engine"):
+    pattern = _layers(section if given is None else Fields(given, section.key("layers"), experiment))
+    namespaces = ("base", "transformer_engine")
+    features = [(name, value, False) for name, value in section.left.items() if name not in namespaces]
+    for namespace in namespaces:
         inner = Fields(section.take(namespace), section.key(namespace), experiment)
         features += [(f"{namespace}.{name}", value, namespace != "base") for name, value in inner.left.items()]
     section.left.clear()

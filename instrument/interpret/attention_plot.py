@@ -110,8 +110,7 @@ def _tensors(
     if not known:
         fix = _HOW_TO_RECORD + ("" if isinstance(run, Run) else "; pass the run if the hook selects heads or positions")
         raise InstrumentError(Problem("layer", "no attention probabilities were recorded", fix=fix))
-    message = "no tensor with attention maps was recorded at this layer"
-    selected = at_layers(known, layers, message, _HOW_TO_RECORD)
+    selected = at_layers(known, layers, "no tensor with attention maps was recorded at this layer", _HOW_TO_RECORD)
     if step is not None:
         steps = [str(one.batch.step) for one in selected]
         check_choice(str(step), steps, "step", "no attention was recorded at this step")
@@ -131,9 +130,7 @@ def _tensors(
     return [one for one in tensors if one.series == series]
 
 
-_HOW_TO_RECORD = (
-    "record them, with {kind: function, functions: softmax, action: record, tensors: true} at the attention modules"
-)
+_HOW_TO_RECORD = "record them with {kind: function, functions: softmax, action: record, tensors: true} at the modules"
 
 
 def _find_sample(

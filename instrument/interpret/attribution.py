@@ -167,9 +167,8 @@ def _attributed(row: Any, clean: int | None, taken: Sequence[Sequence[int]] | No
     """Return the attributions of the samples of a recorded tensor, float64."""
     value, gradient = (np.asarray(row[name], np.float64) for name in ("values", "values_gradient"))
     if value.shape != gradient.shape:
-        fix = "use the same selection in both hooks"
-        message = "the gradients have another shape"
-        raise InstrumentError(Problem("layers", message, gradient.shape, value.shape, fix=fix))
+        fix, shapes = "use the same selection in both hooks", (gradient.shape, value.shape)
+        raise InstrumentError(Problem("layers", "the gradients have another shape", *shapes, fix=fix))
     if clean is None:
         return np.asarray(value * gradient)
     samples = [*(range(len(value)) if taken is None else taken[0])] if value.ndim else []

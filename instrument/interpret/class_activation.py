@@ -13,7 +13,7 @@ from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.tensor_images import maps_in
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError, Problem
-from .recorded_layers import Recorded, positions_of, saved_weights, weight_named
+from .recorded_layers import Recorded, linear_layer, positions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,18 +111,11 @@ def _of_weights(
     run: Run, recorded: Recorded, layer: str, features: Features, classifier: Any, classes: int | Sequence[int] | None
 ) -> tuple[Array, Array]:
     """Return the maps [N, classes, H, W] and their classes [N, classes]."""
-    bias: Array | float = 0.0
-    if isinstance(classifier, str):
-        weights, name = saved_weights(run), classifier.removesuffix(".weight")
-        weight: Array = weight_named(weights, f"{name}.weight", "classifier").double().numpy()
-        bias = weights[f"{name}.bias"].double().numpy() if f"{name}.bias" in weights else bias
-    else:
-        if hasattr(classifier, "parameters"):
-            raise InstrumentError(
-                Problem("classifier", "is a module", type(classifier).__name__, fix="pass its weight")
-            )
-        given = classifier.detach().cpu().double().numpy() if hasattr(classifier, "detach") else classifier
-        weight = np.asarray(given, np.float64)
+    if hasattr(classifier, "parameters"):
+        raise InstrumentError(Problem("classifier", "is a module", type(classifier).__name__, fix="pass its weight"))
+    own, of_layer = linear_layer(run, classifier, "classifier")
+    weight: Array = own.double().numpy()
+    bias: Array | float = 0.0 if of_layer is None else of_layer.double().numpy()
     channels = features.X.shape[1]
     if weight.ndim != 2 or weight.shape[1] != channels:
         allowed = f"a matrix [classes, {channels}], because {layer} has {channels} channels"

@@ -1,7 +1,5 @@
 """Attributions of a model, from passes with hooks that keep or replace the tensors of its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,9 +70,9 @@ def attribution_of_model(  # noqa: PLR0917
     for at, value in values.items():
         found[at] = [(sign * (value.double() - others[at].double()) * gradients[at].double()).cpu().numpy()]
     name = of if isinstance(of, str) else getattr(of, "__name__", type(of).__name__)
-    exact_effects = {
-        at: {column: sign * (number - new) + 0.0 for column, new in each.items()} for at, each in effects.items()
-    }
+    exact_effects: dict[Location, dict[str, float]] = {}
+    for at, each in effects.items():
+        exact_effects[at] = {column: sign * (number - new) + 0.0 for column, new in each.items()}
     order = [layer for layer, _ in model.named_modules()]
     return make_attribution(method, name, found, order, heads, taken={}, change=change, exact=exact_effects or None)
 

@@ -12,7 +12,7 @@ import pandas as pd
 from ..analysis.features import Array, Features
 from ..analysis.load import Run
 from ..errors import InstrumentError, Problem
-from .recorded_layers import TOKENS, Recorded, positions_of, saved_weights, weight_named
+from .recorded_layers import TOKENS, Recorded, linear_layer, positions_of, saved_weights, weight_named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -83,9 +83,8 @@ def logit_lens(
         count = residual.shape[1]
         positions, length = recorded.positions(run, layer, count)
         wanted = _targets(run, recorded, streams, positions, length, tokens=tokens, targets=targets)
-        numbers = _numbers(
-            residual.reshape(-1, residual.shape[2]), lambda hidden: project(normalize(hidden)), wanted, top
-        )
+        rows = residual.reshape(-1, residual.shape[2])
+        numbers = _numbers(rows, lambda hidden: project(normalize(hidden)), wanted, top)
         where = {"layer": layer, "sample": np.repeat(streams.ids, count), "position": np.tile(positions, len(residual))}
         frames.append(pd.DataFrame({**where, **numbers}))
     return pd.concat(frames, ignore_index=True)
@@ -172,24 +171,16 @@ def _recorded_tokens(run: Run, recorded: Recorded, streams: Features, shape: tup
 
 def _projection(run: Run, unembed: Any) -> tuple[Projection, int | None]:
     """Return the output layer as a function of tensors, and its number of input features if it is known."""
-    import torch
     from torch import nn
     from torch.nn import functional as F
 
     if isinstance(unembed, nn.Module):
         return _in_own_dtype(unembed), getattr(unembed, "in_features", None)
-    bias = None
-    if isinstance(unembed, str):
-        weights = saved_weights(run)
-        name = unembed.removesuffix(".weight")
-        weight: Tensor = weight_named(weights, unembed if unembed in weights else f"{name}.weight", "unembed")
-        bias = weights.get(f"{name}.bias")
-    else:
-        weight = torch.as_tensor(unembed)
+    weight, bias = linear_layer(run, unembed, "unembed")
     if weight.dim() != 2:
         allowed = "a matrix [vocabulary, features]"
         raise InstrumentError(Problem("unembed", "wrong shape", f"{list(weight.shape)}", allowed))
-    matrix, offset = weight.detach().cpu().float(), None if bias is None else bias.float()
+    matrix, offset = weight.float(), None if bias is None else bias.float()
     return lambda hidden: F.linear(hidden, matrix, offset), matrix.shape[1]
 
 

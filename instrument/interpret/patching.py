@@ -92,9 +92,8 @@ def patching(
         squares = ((numbers - means[..., None]) ** 2).sum(-1).filled(np.nan)
         widths, _ = student(means.filled(np.nan), squares, numbers.count(-1), current().interval)
         notes[0] += f" ± half of its {100 * current().interval:g}% interval"
-    return _draw_figure(
-        _means(numbers, grid), tokens, title, label, missing, notes, widths=widths, is_difference=is_difference
-    )
+    table = _means(numbers, grid)
+    return _draw_figure(table, tokens, title, label, missing, notes, widths=widths, is_difference=is_difference)
 
 
 def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any) -> pd.DataFrame:
@@ -291,15 +290,9 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         at = rows.index(values[0][training.index]), columns.index(values[1][training.index])
         cells[at, training.seed] = Cell(*at, training.index, controls.get(training.without([HOOKS, hook])))
     start = f"{HOOKS}.{hook}."
-    return InterventionGrid(
-        hook,
-        start + row,
-        column and start + column,
-        [_text(json.loads(value)) for value in rows],
-        [_text(json.loads(value)) for value in columns],
-        list(cells.values()),
-        left_out,
-    )
+    of_rows, of_columns = ([_text(json.loads(value)) for value in each] for each in (rows, columns))
+    column_key = column and start + column
+    return InterventionGrid(hook, start + row, column_key, of_rows, of_columns, list(cells.values()), left_out)
 
 
 _FEWER = "load the runs that differ in two of them, or pass a list of them"
@@ -332,8 +325,7 @@ def _select(
         raise InstrumentError(Problem("intervention", message, intervention, ", ".join(swept) or "none", near))
     if intervention is None and len(fields) > 1:
         fix = "pass " + " or ".join(f"intervention={name!r}" for name in fields)
-        message = "the runs differ in several interventions"
-        raise InstrumentError(Problem("sweep", message, ", ".join(swept), fix=fix))
+        raise InstrumentError(Problem("sweep", "the runs differ in several interventions", ", ".join(swept), fix=fix))
     if not fields:
         overrides = ", ".join(differing_overrides(run)[:MAX_NAMES]) or "none"
         reasons = "; ".join(f"{count} left out: {reason}" for reason, count in Counter(left_out.values()).items())

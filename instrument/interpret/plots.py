@@ -14,24 +14,7 @@ from ..analysis.plot_data import check_choice, short_names
 from ..analysis.tensor_images import COLOURED, limits, maps_in
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
-from ..plot.axes_and_scales import (
-    LONGEST,
-    colour_bar,
-    colour_of,
-    colours,
-    draw_cells,
-    finished,
-    height_of,
-    label_columns,
-    label_locations,
-    new_charts,
-    plain,
-    shade_on,
-    token_label,
-    width_of,
-    width_or,
-    write_cell,
-)
+from ..plot import axes_and_scales as draw
 from ..plot.feature_maps import add_scale, draw_image, with_title
 from ..plot.look import SIGNED, Look
 from ..plot.plot_function import check_columns, plot
@@ -85,13 +68,13 @@ def class_activation_map(
     images = _images(run, maps, Recorded(None, "input", phase, step))
     columns = maps.maps.shape[1] + (images is not None)
     width = (SIDE + BAR) * columns
-    height = (min(SIDE, width_or(width) / columns - BAR) + 0.5) * len(rows) + 0.4
-    panels = new_charts(width, height, len(rows), columns, as_grid=True)
+    height = (min(SIDE, draw.width_or(width) / columns - BAR) + 0.5) * len(rows) + 0.4
+    panels = draw.new_charts(width, height, len(rows), columns, as_grid=True)
     for row, line in zip(rows, panels, strict=True):
         label = f"sample {maps.ids[row]}" + ("" if maps.y is None else f", target {maps.y[row]}")
         image = None if images is None else images[row]
         if image is not None:
-            draw_image(line[0], image, plain(label))
+            draw_image(line[0], image, draw.plain(label))
         bounds = limits(maps.maps[row])
         for number, axes in enumerate(line[columns - maps.maps.shape[1] :]):
             title = "Grad-CAM" if maps.classes is None else f"class {maps.classes[row, number]}"
@@ -99,7 +82,7 @@ def class_activation_map(
     score = (((run.info.get("config") or {}).get("forward") or {}).get("of") or "") if maps.classes is None else ""
     method = f"Grad-CAM of the score {score}".removesuffix(" of the score ") if maps.classes is None else "CAM"
     more = f", {len(rows)} of {len(maps.ids)} samples" if samples is None and len(rows) < len(maps.ids) else ""
-    return with_title(plain(f"{method}, {maps.layer}{more}", 90))
+    return with_title(draw.plain(f"{method}, {maps.layer}{more}", 90))
 
 
 def _rows(maps: ClassActivation, samples: int | str | Sequence[int | str] | None) -> list[int]:
@@ -135,13 +118,12 @@ def _draw(axes: Axes, values: Array, image: Array | None, bounds: tuple[float, f
         dark, bright = float(np.nanmin(gray)), float(np.nanmax(gray))
         axes.imshow(gray, cmap="gray", vmin=2 * dark - bright, vmax=bright)  # middle gray to white, to keep the colors
     low, high = bounds
-    over: dict[str, Any] = (
-        {"interpolation": "nearest"} if image is None else {"interpolation": "bilinear", "alpha": OPACITY}
-    )
+    smooth: dict[str, Any] = {"interpolation": "bilinear", "alpha": OPACITY}
+    over = {"interpolation": "nearest"} if image is None else smooth
     drawn = axes.imshow(values, cmap=SIGNED if low < 0 else None, vmin=low, vmax=high, extent=extent, **over)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(plain(title))
+    axes.set_title(draw.plain(title))
     add_scale(axes, drawn)
 
 
@@ -163,13 +145,13 @@ def layer_similarity(table: pd.DataFrame, **look: Unpack[Look]) -> Figure:
     rows, columns = ([str(name) for name in names] for names in (table.index, table.columns))
     values = table.to_numpy(np.float64)
     width = min(LARGEST, max(2.0, SQUARE * len(columns)))
-    height = max(height_of(len(rows)), min(LARGEST, SQUARE * len(rows)))
-    charts = new_charts(width + width_of(rows) + 1.3, height + width_of(columns) + 0.8)
-    names, missing = short_names(columns, LONGEST), "constant or not finite"
-    labels, scale = [plain(names[name], name=name) for name in columns], colours(values, limits=(0.0, 1.0))
-    draw_cells(charts[0, 0], values, rows, labels, height=height, label="linear CKA", missing=missing, **scale)
+    height = max(draw.height_of(len(rows)), min(LARGEST, SQUARE * len(rows)))
+    charts = draw.new_charts(width + draw.width_of(rows) + 1.3, height + draw.width_of(columns) + 0.8)
+    names, missing = short_names(columns, draw.LONGEST), "constant or not finite"
+    labels, scale = [draw.plain(names[name], name=name) for name in columns], draw.colours(values, limits=(0.0, 1.0))
+    draw.draw_cells(charts[0, 0], values, rows, labels, height=height, label="linear CKA", missing=missing, **scale)
     samples = table.attrs.get("samples")
-    return finished(charts, "similarity of layers" + (f", {samples:,} samples" if samples else ""))
+    return draw.finished(charts, "similarity of layers" + (f", {samples:,} samples" if samples else ""))
 
 
 CELL, ROW = 0.55, 0.26  # size of a cell, in inches
@@ -210,14 +192,18 @@ def logit_lens(
         raise InstrumentError("the table has several rows of a layer and position")
     layers = list(dict.fromkeys(rows["layer"]))
     positions = sorted(rows["position"].unique())
-    room = width_or(WIDEST) - min(width_of(layers), 0.38 * width_or(WIDEST)) - 0.9
+    room = draw.width_or(WIDEST) - min(draw.width_of(layers), 0.38 * draw.width_or(WIDEST)) - 0.9
     shown = positions[: min(MAX_POSITIONS, max(1, int(room / NARROWEST)))]
 
     def text(token: int) -> str:
-        return str(token) if tokens is None else token_label(tokens(token) if callable(tokens) else str(tokens[token]))
+        return (
+            str(token)
+            if tokens is None
+            else draw.token_label(tokens(token) if callable(tokens) else str(tokens[token]))
+        )
 
     probabilities = np.full((len(layers), len(shown)), np.nan)
-    charts = new_charts(CELL * len(shown) + width_of(layers) + 1.5, max(1.2, ROW * len(layers)) + 1.5)
+    charts = draw.new_charts(CELL * len(shown) + draw.width_of(layers) + 1.5, max(1.2, ROW * len(layers)) + 1.5)
     axes = charts[0, 0]
     axes.grid(False)
     labels = {position: str(position) for position in shown}
@@ -229,18 +215,17 @@ def logit_lens(
         texts.append((y, x, text(row["top_tokens"][0]), is_target))
         if not pd.isna(row["target"]):
             labels[row["position"]] = f"{row['position']}: {text(int(row['target']))}"
-    cells = axes.pcolormesh(np.ma.masked_invalid(probabilities), **colours(probabilities, limits=(0.0, 1.0)))
+    cells = axes.pcolormesh(np.ma.masked_invalid(probabilities), **draw.colours(probabilities, limits=(0.0, 1.0)))
     for y, x, token, is_target in texts:
-        write_cell(axes, x, y, token, shade_on(cells, probabilities[y, x]), "token")
+        draw.write_cell(axes, x, y, token, draw.shade_on(cells, probabilities[y, x]), "token")
         if is_target:
-            axes.add_patch(
-                Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, fill=False, edgecolor=colour_of(5), linewidth=1.5)
-            )
-    label_locations(axes, layers, middle=0.5)
-    label_columns(axes, list(labels.values()))
+            frame: dict[str, Any] = {"fill": False, "edgecolor": draw.colour_of(5), "linewidth": 1.5}
+            axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, **frame))
+    draw.label_locations(axes, layers, middle=0.5)
+    draw.label_columns(axes, list(labels.values()))
     axes.set_xlabel("position: target" if rows["target"].notna().any() else "position")
-    colour_bar(axes, cells, "probability", ROW * len(layers))
+    draw.colour_bar(axes, cells, "probability", ROW * len(layers))
     more = f", {len(shown)} of {len(positions)} positions" if len(shown) < len(positions) else ""
     note = "\nframed: the target" if any(is_target for *_, is_target in texts) else ""
-    axes.set_title(plain(f"logit lens, sample {name}{more}", 80) + note)
-    return finished(charts)
+    axes.set_title(draw.plain(f"logit lens, sample {name}{more}", 80) + note)
+    return draw.finished(charts)

@@ -147,8 +147,7 @@ def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tupl
         for dim, of_dim in selected.items():
             taken[dim] = of_dim
         taken[0] = taken[0][: first if isinstance(first, int) else None]
-    is_block = np.prod([len(each) for each in taken]) == np.prod(shape)
-    return tuple(map(tuple, taken)) if is_block else None
+    return tuple(map(tuple, taken)) if np.prod([len(each) for each in taken]) == np.prod(shape) else None
 
 
 @dataclass(frozen=True)
@@ -186,9 +185,8 @@ class Recorded:
             known, rows = rows[name].unique(), rows[rows[name] == value]
             if rows.empty and len(known):
                 allowed = shorten([repr(each) if isinstance(each, str) else str(each) for each in known])
-                raise InstrumentError(
-                    Problem(name, "none of the selected tensors has this value", repr(value), allowed)
-                )
+                message = "none of the selected tensors has this value"
+                raise InstrumentError(Problem(name, message, repr(value), allowed))
         return rows
 
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
@@ -202,11 +200,9 @@ class Recorded:
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(_FLOATS)
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
-        shapes = {
-            name or ".": list(map(int, shape)) for name, shape in zip(rows["layer"], rows["source_shape"], strict=True)
-        }
-        known = [f"{name} {shape}" for name, shape in shapes.items()]
-        allowed = shorten(known) or "none"
+        cells = zip(rows["layer"], rows["source_shape"], strict=True)
+        shapes = {name or ".": list(map(int, shape)) for name, shape in cells}
+        allowed = shorten([f"{name} {shape}" for name, shape in shapes.items()]) or "none"
         fix = "record these layers with {kind: forward, action: record, tensors: true}"
         for layer in layers or ():
             if layer not in shapes:
@@ -288,10 +284,22 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
     raise InstrumentError(Problem("run", message, str(run.path), fix=fix))
 
 
+def linear_layer(run: RunTables, given: Any, where: str) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of a linear layer in CPU memory; the bias is None if it is not known.
+
+    `given`: the weight, or the name of the layer or of its weight in the saved weights.
+    """
+    import torch
+
+    if not isinstance(given, str):
+        return torch.as_tensor(given).detach().cpu(), None
+    weights, name = saved_weights(run), given.removesuffix(".weight")
+    return weight_named(weights, given if given in weights else f"{name}.weight", where), weights.get(f"{name}.bias")
+
+
 def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
     """Return one of the saved weights."""
     if name not in weights:
-        message, similar = "the saved weights have no such name", similar_names(name, weights)
-        fix = "pass the module or its weight"
-        raise InstrumentError(Problem(where, message, name, ", ".join(weights), similar, fix))
+        similar, fix = similar_names(name, weights), "pass the module or its weight"
+        raise InstrumentError(Problem(where, "the saved weights have no such name", name, [*weights], similar, fix))
     return weights[name]

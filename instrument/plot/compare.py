@@ -34,20 +34,7 @@ from ..errors import InstrumentError
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import STATISTICS, statistic_of
-from .axes_and_scales import (
-    LETTER,
-    colour_of,
-    draw_line,
-    finished,
-    height_of,
-    height_or,
-    label_locations,
-    needs_log_scale,
-    new_charts,
-    plain,
-    scale,
-    width_of,
-)
+from . import axes_and_scales as draw
 from .look import Look, axis_name, current
 from .plot_function import REQUIRED_COLUMNS, check_columns, check_type, plot, series_with
 
@@ -216,31 +203,31 @@ def _over_locations(
 
 def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
     lines = _lines(curves, overrides)
-    charts = _chart([line.label for line in lines], height_or(HEIGHT), 0.0)
+    charts = _chart([line.label for line in lines], draw.height_or(HEIGHT), 0.0)
     axes = charts[0, 0]
     for line in lines:
-        draw_line(axes, line.values, line.label, line.colour, line.dashes)
+        draw.draw_line(axes, line.values, line.label, line.colour, line.dashes)
         if line.width is not None:
             low, high = line.values - line.width, line.values + line.width
             axes.fill_between(line.values.index, low, high, color=line.colour, **BAND)
-    scale(axes, "y", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
-    return finished(charts, curves.title, at_side=True, xlabel=_with_note("step", lines), ylabel=curves.axis)
+    draw.scale(axes, "y", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
+    return draw.finished(charts, curves.title, at_side=True, xlabel=_with_note("step", lines), ylabel=curves.axis)
 
 
 def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:
     """Draw one line per run, or per group of runs that differ in the seed, over the locations, from top to bottom."""
     placed = {run: line.reindex(locations).astype(np.float64) for run, line in curves.values.items()}
     lines = _lines(curves._replace(values=placed), overrides)
-    charts = _chart([line.label for line in lines], height_of(len(locations)), width_of(locations))
+    charts = _chart([line.label for line in lines], draw.height_of(len(locations)), draw.width_of(locations))
     axes, rows = charts[0, 0], range(len(locations))
     for line in lines:
         axes.plot(line.values, rows, color=line.colour, linestyle=line.dashes, marker=".", label=line.label)
         if line.width is not None:
             axes.fill_betweenx(rows, line.values - line.width, line.values + line.width, color=line.colour, **BAND)
-    scale(axes, "x", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
-    label_locations(axes, locations)
+    draw.scale(axes, "x", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
+    draw.label_locations(axes, locations)
     xlabel = _with_note(curves.axis, lines)
-    return finished(charts, curves.title, at_side=True, xlabel=xlabel, ylabel="in forward order")
+    return draw.finished(charts, curves.title, at_side=True, xlabel=xlabel, ylabel="in forward order")
 
 
 class Line(NamedTuple):
@@ -261,14 +248,15 @@ def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
             groups.setdefault(label, []).append(run)
     are_seeds = SEED in overrides and not overrides.reset_index(drop=True).map(str).duplicated().any()
     if are_seeds and current().has_intervals(max(map(len, groups.values()), default=0)):
-        means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
-        return [
-            Line(plain(label or "mean", LONG), colour_of(i), "-", mean, width)
-            for i, (label, mean, width) in enumerate(means)
-        ]
+        means = (_mean_of([curves.values[run] for run in runs]) for runs in groups.values())
+        named = zip(groups, means, strict=True)
+        names = [(draw.plain(label or "mean", LONG), mean) for label, mean in named]
+        return [Line(name, draw.colour_of(i), "-", *mean) for i, (name, mean) in enumerate(names)]
     labels = labels_of(overrides)
     styles = _styles(overrides).items()
-    return [Line(plain(labels[run], LONG), *style, curves.values[run]) for run, style in styles if run in curves.values]
+    return [
+        Line(draw.plain(labels[run], LONG), *style, curves.values[run]) for run, style in styles if run in curves.values
+    ]
 
 
 def _mean_of(values: list[pd.Series]) -> tuple[pd.Series, pd.Series]:
@@ -292,33 +280,35 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     alike = _labels_without_seed(overrides.drop(columns=x))
     labels = {label: label or "mean" for label in alike.values()}
     at, names = _positions(overrides[x])
-    charts = _chart(list(labels.values()), height_or(HEIGHT), 0.0)
+    charts = _chart(list(labels.values()), draw.height_or(HEIGHT), 0.0)
     axes, has_intervals = charts[0, 0], False
     for i, (group, label) in enumerate(labels.items()):
         runs = [run for run in finals if alike[run] == group]
         points = pd.Series([finals[run] for run in runs], index=[at[run] for run in runs], dtype=float)
         cells = [pd.Series({place: value}) for place, value in points[np.isfinite(points)].items()]
-        axes.plot(points.index, points.to_numpy(), "o", color=colour_of(i), markersize=4, alpha=0.6)
+        axes.plot(points.index, points.to_numpy(), "o", color=draw.colour_of(i), markersize=4, alpha=0.6)
         if not cells:
             continue
         means, widths = _mean_of(cells)
-        axes.plot(means.index, means.to_numpy(), "-", color=colour_of(i), label=plain(label, LONG), marker="_")
+        axes.plot(
+            means.index, means.to_numpy(), "-", color=draw.colour_of(i), label=draw.plain(label, LONG), marker="_"
+        )
         if current().interval and widths.notna().any():
             has_intervals = True
-            axes.errorbar(means.index, means, widths.fillna(0.0), fmt="none", ecolor=colour_of(i))
+            axes.errorbar(means.index, means, widths.fillna(0.0), fmt="none", ecolor=draw.colour_of(i))
     lost = [at[run] for run, value in finals.items() if not np.isfinite(value)]
     if lost:
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
-    scale(axes, "y", np.array(list(finals.values())))
+    draw.scale(axes, "y", np.array(list(finals.values())))
     places = np.unique(list(at.values()))
-    scale(axes, "x", places, is_log=not names and is_rate(x, places.tolist()))
+    draw.scale(axes, "x", places, is_log=not names and is_rate(x, places.tolist()))
     if names or len(places) <= FEW_VALUES:
-        axes.set_xticks(places, [plain(name, 16) for name in names or map(value_text, places)])
+        axes.set_xticks(places, [draw.plain(name, 16) for name in names or map(value_text, places)])
         axes.minorticks_off()
     bars = f"; bars: {100 * current().interval:g}% intervals" if has_intervals else ""
-    over = f"{plain(x)}\npoints: runs; lines: means over runs{bars}"
-    return finished(charts, f"{curves.title}, last recorded", at_side=True, xlabel=over, ylabel=curves.axis)
+    over = f"{draw.plain(x)}\npoints: runs; lines: means over runs{bars}"
+    return draw.finished(charts, f"{curves.title}, last recorded", at_side=True, xlabel=over, ylabel=curves.axis)
 
 
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
@@ -346,7 +336,7 @@ def is_rate(name: str, cells: Sequence[object]) -> bool:
     is_named = name.rsplit(".", 1)[-1].strip("_") in RATES
     steps, factors = np.diff(values), np.diff(np.log(values))
     is_spaced = np.std(factors) / np.mean(factors) < np.std(steps) / np.mean(steps) and values[-1] >= 8 * values[0]
-    return is_named or needs_log_scale(values) or bool(is_spaced)
+    return is_named or draw.needs_log_scale(values) or bool(is_spaced)
 
 
 def _labels_without_seed(overrides: pd.DataFrame) -> dict[str, str]:
@@ -357,7 +347,7 @@ def _styles(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
     """Return a color and a line style for each run; runs that differ only in their seed have the same color."""
     alike = _labels_without_seed(overrides)
     distinct = len(set(alike.values())) > 1
-    colours = {key: colour_of(i) for i, key in enumerate(dict.fromkeys(alike.values()) if distinct else alike)}
+    colours = {key: draw.colour_of(i) for i, key in enumerate(dict.fromkeys(alike.values()) if distinct else alike)}
     seen: Counter[str] = Counter()
     looks = {}
     for run, label in alike.items():
@@ -371,7 +361,7 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
     """Create a figure with room for labels at the left and a legend at the right."""
     letters = max((min(len(label), LONG) for label in labels), default=0)
     room = 0.0 if current().width else LINE * len(labels)
-    charts = new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
+    charts = draw.new_charts(left + WIDTH + 1.0 + draw.LETTER * letters, max(height, room) + 1.0)
     charts[0, 0].grid(True)
     return charts
 
@@ -394,8 +384,7 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
 
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
     """Return the overrides of a table that differ between its runs: one row per run, one column per override."""
-    known = TABLES[table].names
-    own = [str(name) for name in frame if name != "run" and name not in known]
+    own = [str(name) for name in frame if name != "run" and name not in TABLES[table].names]
     # A custom statistic or metric has several values in a run.
     floats = [name for name in own if pd.api.types.is_float_dtype(frame[name])]
     varying = {name for name in floats if (frame.groupby("run")[name].nunique(dropna=False) != 1).any()}
@@ -453,20 +442,19 @@ def importance(
     values, factors, title = final_values(runs, metric, phase)
     table = importance_of(factors, values, interval=current().interval)
     names = [str(name) for name in table.index]
-    charts = new_charts(BARS_WIDTH + width_of(names), max(1.0, height_of(0) * len(names) / 6) + 1.0)
+    charts = draw.new_charts(BARS_WIDTH + draw.width_of(names), max(1.0, draw.height_of(0) * len(names) / 6) + 1.0)
     axes = charts[0, 0]
     rows = range(len(names))
     shares = table["importance"].to_numpy()
-    axes.barh(rows, shares, height=0.7, color=colour_of(0))
+    axes.barh(rows, shares, height=0.7, color=draw.colour_of(0))
     if current().interval:
         ends = np.abs(table[["low", "high"]].to_numpy().T - shares)
         axes.errorbar(shares, rows, xerr=ends, fmt="none", ecolor="black", capsize=2)
-    scale(axes, "x", shares, is_log=current().scale == "log")
+    draw.scale(axes, "x", shares, is_log=current().scale == "log")
     if current().scale != "log":
         axes.set_xlim(0.0, 1.0)
-    label_locations(axes, names)
+    draw.label_locations(axes, names)
     axes.grid(axis="x")
     bars = f"; bars: {100 * current().interval:g}% intervals" if current().interval else ""
-    return finished(
-        charts, f"importance for {title}", xlabel=f"fraction of the variance\n{np.isfinite(values).sum()} runs{bars}"
-    )
+    label = f"fraction of the variance\n{np.isfinite(values).sum()} runs{bars}"
+    return draw.finished(charts, f"importance for {title}", xlabel=label)

@@ -14,23 +14,7 @@ from ..comparison.result import Diff, place_cells, records
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..storage.run_search import NoRunError
-from .axes_and_scales import (
-    add_hatch,
-    charts_beside,
-    colour_bar,
-    colour_of,
-    colours,
-    draw_line,
-    draw_zeros,
-    finished,
-    height_of,
-    height_or,
-    label_locations,
-    label_steps,
-    plain,
-    scale,
-    width_of,
-)
+from . import axes_and_scales as draw
 from .look import ZERO, Look, current
 from .plot_function import check_single_run, check_type, plot
 
@@ -57,10 +41,8 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
         InstrumentError: `difference` is not a result of `instrument.diff`.
     """
     if not isinstance(difference, Diff):
-        given = type(difference).__name__
-        raise InstrumentError(
-            f"this plot requires the result of instrument.diff(run_a, run_b), but a {given} was given"
-        )
+        required = "the result of instrument.diff(run_a, run_b)"
+        raise InstrumentError(f"this plot requires {required}, but a {type(difference).__name__} was given")
     rows = records(difference.layers)
     cells = [place_cells({**row, "layer_b": row["layer"], "path_b": row["path"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
@@ -70,13 +52,13 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
     values = np.fmin(difference.steps.to_numpy(np.float64), LARGEST)
     values[difference.steps.isna().to_numpy()] = np.nan
     several = values.shape[1] > 1
-    height = height_of(len(names))
-    width = PROFILE + (MAP + 1.0) * several + width_of(names)
-    charts = charts_beside(width, height + 1.2, 1 + several, width_ratios=[PROFILE, MAP][: 1 + several])
+    height = draw.height_of(len(names))
+    width = PROFILE + (MAP + 1.0) * several + draw.width_of(names)
+    charts = draw.charts_beside(width, height + 1.2, 1 + several, width_ratios=[PROFILE, MAP][: 1 + several])
     _draw_profile(charts[0, 0], difference, names, values)
     if several:
         _draw_map(charts[-1, -1], difference, names if len(charts) > 1 else [], values, height)
-    return finished(charts)
+    return draw.finished(charts)
 
 
 def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.ndarray) -> None:
@@ -87,18 +69,18 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
     tolerances = difference.layers["tolerance"].to_numpy(np.float64)
     low = min([*tolerances[tolerances > 0], *positive], default=1.0) / 3
     rows = np.arange(len(names)) + 0.5
-    axes.plot(np.fmax(shown, low), rows, color=colour_of(0))
-    axes.plot(shown, rows, "o", markersize=3.5, color=colour_of(0))
+    axes.plot(np.fmax(shown, low), rows, color=draw.colour_of(0))
+    axes.plot(shown, rows, "o", markersize=3.5, color=draw.colour_of(0))
     if (equal := shown == 0.0).any():
         axes.plot(np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal")
-    scale(axes, "x", np.array([low, *positive]), is_log=current().scale != "linear")
+    draw.scale(axes, "x", np.array([low, *positive]), is_log=current().scale != "linear")
     if difference.tolerance:
         edges = np.append(rows - 0.5, len(rows))
         steps = np.append(tolerances, tolerances[-1:])
-        axes.step(steps, edges, where="pre", color=colour_of(5), linestyle="--", label="tolerance")
+        axes.step(steps, edges, where="pre", color=draw.colour_of(5), linestyle="--", label="tolerance")
     if first is not None and not difference.cause:
-        axes.axhspan(first.location, first.location + 1, color=colour_of(1), alpha=0.35, label="first difference")
-    label_locations(axes, names, middle=0.5)
+        axes.axhspan(first.location, first.location + 1, color=draw.colour_of(1), alpha=0.35, label="first difference")
+    draw.label_locations(axes, names, middle=0.5)
     axes.grid(axis="x")
     axes.set_xlabel("relative difference")
     when = f"step {columns[column or 0]:,}" if len(columns) == 1 or column is not None else "largest of all steps"
@@ -111,24 +93,24 @@ def _draw_map(axes: Axes, difference: Diff, names: list[str], values: np.ndarray
     positive = values[np.isfinite(values) & (values > 0)]
     if positive.size:
         look = {"norm": "log", "vmin": positive.min(), "vmax": max(positive.max(), 10 * positive.min())}
-        look = colours(values) if current().scale == "linear" else look
+        look = draw.colours(values) if current().scale == "linear" else look
         cells = axes.pcolormesh(np.ma.masked_where(~(values > 0), values), **look)
-        colour_bar(axes, cells, "relative difference", height)
+        draw.colour_bar(axes, cells, "relative difference", height)
     if (values == 0.0).any():
-        draw_zeros(axes, values)
+        draw.draw_zeros(axes, values)
     if np.isnan(values).any():
-        add_hatch(axes, 0, values.shape[1], "not recorded by both runs")
+        draw.add_hatch(axes, 0, values.shape[1], "not recorded by both runs")
     first = difference.first
     if first is not None and not difference.cause:
         column = int(np.searchsorted(difference.steps.columns, first.step, side="right")) - 1
-        axes.plot(column + 0.5, first.location + 0.5, "o", markersize=7, fillstyle="none", color=colour_of(5))
+        axes.plot(column + 0.5, first.location + 0.5, "o", markersize=7, fillstyle="none", color=draw.colour_of(5))
     axes.set_ylim(len(values), 0)
     axes.set_yticks([])
     if names:
-        label_locations(axes, names, middle=0.5)
-    label_steps(axes, [int(step) for step in difference.steps.columns])
+        draw.label_locations(axes, names, middle=0.5)
+    draw.label_steps(axes, [int(step) for step in difference.steps.columns])
     grouped = difference.common_steps[2] > len(difference.steps.columns)
-    axes.set_xlabel(plain("step (groups of steps: largest)" if grouped else "step", 60))
+    axes.set_xlabel(draw.plain("step (groups of steps: largest)" if grouped else "step", 60))
     axes.set_title("by step")
 
 
@@ -167,19 +149,21 @@ def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) 
     recorded = recorded[(recorded.index >= first) & (recorded.index <= replayed.index.max() + margin)]
     shown = [name for name in METRICS if replayed[name].notna().any() or recorded[name].notna().any()]
     count = max(1, len(shown))
-    charts = charts_beside(WIDTH * count + 0.6, height_or(HEIGHT) + 0.7, count)
+    charts = draw.charts_beside(WIDTH * count + 0.6, draw.height_or(HEIGHT) + 0.7, count)
     label = "counterfactual" if entry["counterfactual"] else "replay"
     for axes, name in zip(charts.flat, shown, strict=False):
-        draw_line(axes, recorded[name], "run", colour_of(0), "-")
-        draw_line(axes, replayed[name], label, colour_of(5), "--")
-        scale(axes, "y", np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)]))
+        draw.draw_line(axes, recorded[name], "run", draw.colour_of(0), "-")
+        draw.draw_line(axes, replayed[name], label, draw.colour_of(5), "--")
+        draw.scale(
+            axes, "y", np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)])
+        )
         if entry["counterfactual"]:
-            where = plain(f"from here on: {', '.join(entry['counterfactual'])}")
+            where = draw.plain(f"from here on: {', '.join(entry['counterfactual'])}")
             axes.axvline(entry["first_step"], color="#555555", linewidth=0.8, linestyle=":", label=where)
         axes.set_title(METRICS[name])
         axes.set_xlabel("step")
         axes.grid(True)
-    return finished(charts)
+    return draw.finished(charts)
 
 
 def _steps(run: Run) -> pd.DataFrame:

@@ -19,17 +19,7 @@ from ..analysis.plot_data import (
 )
 from ..errors import InstrumentError
 from ..tables.statistics import USUAL_UPDATE_RATIOS
-from .axes_and_scales import (
-    colour_of,
-    finished,
-    height_of,
-    is_narrow,
-    label_locations,
-    new_charts,
-    plain,
-    scale,
-    width_of,
-)
+from . import axes_and_scales as draw
 from .look import Look, axis_name, current
 from .plot_function import plot, series_with, table_of
 
@@ -99,20 +89,22 @@ def _first_and_last(stats: pd.DataFrame, series: RecordedSeries, statistic: str,
 def _draw_figure(charts: list[FirstAndLast]) -> Figure:
     """Draw one chart, two charts with shared rows, or two charts below each other."""
     locations = charts[0].table.locations
-    wide = width_of([name for chart in charts for name in chart.table.locations])
+    wide = draw.width_of([name for chart in charts for name in chart.table.locations])
     width = wide + WIDTH * len(charts) + 0.5
-    if all(set(chart.table.locations) <= set(locations) for chart in charts) and not is_narrow(width):
-        panels = new_charts(width, height_of(len(locations)) + 1.4, 1, len(charts), sharey=True)
+    if all(set(chart.table.locations) <= set(locations) for chart in charts) and not draw.is_narrow(width):
+        panels = draw.new_charts(width, draw.height_of(len(locations)) + 1.4, 1, len(charts), sharey=True)
         rows = [locations] * len(charts)
     else:
         rows = [chart.table.locations for chart in charts]
-        heights = [height_of(len(names)) for names in rows]
-        panels = new_charts(wide + WIDTH + 1.5, sum(heights) + 1.2 * len(charts), len(charts), 1, height_ratios=heights)
+        heights = [draw.height_of(len(names)) for names in rows]
+        panels = draw.new_charts(
+            wide + WIDTH + 1.5, sum(heights) + 1.2 * len(charts), len(charts), 1, height_ratios=heights
+        )
     for axes, chart, names in zip(panels.flat, charts, rows, strict=True):
         _draw(axes, chart, names)
     for axes in panels[:, 0]:
         axes.set_ylabel("in forward order")
-    return finished(panels)
+    return draw.finished(panels)
 
 
 def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
@@ -121,14 +113,16 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
     low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))
     axes.hlines(at, low, high, color="#bbbbbb", linewidth=1.0, zorder=1)
     for column, (end, colour, mark) in enumerate(ENDS[: len(chart.table.first)]):
-        axes.plot(shown[:, column], at, mark, color=colour_of(colour), markersize=4.5, label=f"{end} recorded step")
+        axes.plot(
+            shown[:, column], at, mark, color=draw.colour_of(colour), markersize=4.5, label=f"{end} recorded step"
+        )
     band = USUAL_UPDATE_RATIOS if chart.statistic == "update_ratio" else ()
     if band:
-        axes.axvspan(*band, color=colour_of(2), alpha=0.15, linewidth=0.0, label=USUAL)
-    scale(axes, "x", np.append(shown, band), is_log=current().scale != "linear")
-    label_locations(axes, rows)
+        axes.axvspan(*band, color=draw.colour_of(2), alpha=0.15, linewidth=0.0, label=USUAL)
+    draw.scale(axes, "x", np.append(shown, band), is_log=current().scale != "linear")
+    draw.label_locations(axes, rows)
     axes.grid(axis="x")
-    axes.set_title(plain(f"{chart.statistic} of {chart.series.label}", 70))
+    axes.set_title(draw.plain(f"{chart.statistic} of {chart.series.label}", 70))
     steps = " and ".join(f"{step:,}" for step in chart.table.first.tolist())
     axes.set_xlabel("\n".join([f"{axis_name(chart.statistic)}, at step {steps}", *_notes(chart)]))
 
@@ -136,9 +130,8 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
 def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
     notes = []
-    for step, values, is_recorded in zip(
-        chart.table.first.tolist(), chart.table.values.T, chart.is_recorded.T, strict=True
-    ):
+    steps = chart.table.first.tolist()
+    for step, values, is_recorded in zip(steps, chart.table.values.T, chart.is_recorded.T, strict=True):
         omitted = {"zero": values == 0, "not finite": np.isnan(values) & is_recorded, "not recorded": ~is_recorded}
         counts = [f"{where.sum()} {name}" for name, where in omitted.items() if where.any()]
         if counts:

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import (
-    forward_order,
-    matrices,
-    rank_in,
-    row_locations,
-    select_series,
-    statistics_in,
-)
+from ..analysis.plot_data import forward_order, matrices, rank_in, row_locations, select_series, statistics_in
 from ..tables.statistics import statistic_of
-from .axes_and_scales import (
-    add_hatch,
-    charts_beside,
-    colour_bar,
-    colour_of,
-    colours,
-    draw_cells,
-    draw_zeros,
-    finished,
-    height_of,
-    label_locations,
-    label_steps,
-    merge_note,
-    new_charts,
-    plain,
-    width_of,
-)
+from . import axes_and_scales as draw
 from .look import ZERO, Look, axis_name
 from .plot_function import check_columns, plot, series_with, table_of
 
@@ -79,31 +56,31 @@ def heatmap(
     counted = [count for count in series.problem_counts if count in rows]
     tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
     table = tables[name]
-    height = height_of(len(table.locations))
-    charts = new_charts(WIDTH + width_of(table.locations) + 1.2, height + 1.1)
+    height = draw.height_of(len(table.locations))
+    charts = draw.new_charts(WIDTH + draw.width_of(table.locations) + 1.2, height + 1.1)
     axes = charts[0, 0]
-    scale = colours(table.values, name)
+    scale = draw.colours(table.values, name)
     axes.grid(False)
     cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **scale)
-    label_locations(axes, table.locations, middle=0.5)
-    label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
-    colour_bar(axes, cells, axis_name(name), height)
+    draw.label_locations(axes, table.locations, middle=0.5)
+    draw.label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
+    draw.colour_bar(axes, cells, axis_name(name), height)
     # Cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors.
     if np.isnan(table.values).any():
-        add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
+        draw.add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
     if (table.values == 0.0).any() and "norm" in scale:
-        draw_zeros(axes, table.values)
+        draw.draw_zeros(axes, table.values)
         axes.plot([], [], "s", color=ZERO, label="zero (not on the logarithmic scale)")
     bad = np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0)
     if bad.any():
         places = np.argwhere(bad) + 0.5
         size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))
-        marks: dict[str, Any] = {"markersize": size, "color": colour_of(5), "label": "has NaN or infinite elements"}
-        axes.plot(places[:, 1], places[:, 0], "x", **marks)
+        label = "has NaN or infinite elements"
+        axes.plot(places[:, 1], places[:, 0], "x", markersize=size, color=draw.colour_of(5), label=label)
     ylabel = f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order"
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
-    xlabel = "step" + merge_note(table, rows["step"].nunique(), statistic_of(name).merged, several)
-    return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)
+    xlabel = "step" + draw.merge_note(table, rows["step"].nunique(), statistic_of(name).merged, several)
+    return draw.finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)
 
 
 CELL = 0.42  # width of a cell, in inches
@@ -133,21 +110,19 @@ def casts(run: Run | pd.DataFrame, **look: Unpack[Look]) -> Figure:
     frame = frame.assign(cast=frame["hook"].astype(str) + ": " + frame["format"].astype(str))
     layers, labels = (list(dict.fromkeys(frame[name].astype(str))) for name in ("layer", "cast"))
     layers.sort(key=rank_in(forward_order(run)))
-    error, underflow = (
-        frame.groupby(["layer", "cast"], observed=True)[name].mean().unstack().reindex(index=layers, columns=labels)
-        for name in VALUES
-    )
+    groups = frame.groupby(["layer", "cast"], observed=True)
+    error, underflow = (groups[name].mean().unstack().reindex(index=layers, columns=labels) for name in VALUES)
     ratio = -10.0 * np.log10(error.where(error > 0).to_numpy(np.float64))
     percent = 100.0 * underflow.to_numpy(np.float64)
     names = [layer or "." for layer in layers]
-    width, height = 2 * (max(1.6, CELL * len(labels)) + 0.9) + width_of(names), height_of(len(layers))
-    charts = charts_beside(width, height + width_of(labels) + 0.8, 2)
+    width, height = 2 * (max(1.6, CELL * len(labels)) + 0.9) + draw.width_of(names), draw.height_of(len(layers))
+    charts = draw.charts_beside(width, height + draw.width_of(labels) + 0.8, 2)
     for axes, values, title, least in zip(charts.flat, (ratio, percent), TITLES, (None, 0.0), strict=True):
         most = None if least is None else max(1.0, float(np.nanmax(values, initial=0.0)))
         axes.set_title(title)
         missing = "not recorded, zero, or without an error"
-        shown = [plain(label) for label in labels]
-        draw_cells(axes, values, names, shown, height=height, label=title, missing=missing, vmin=least, vmax=most)
+        shown = [draw.plain(label) for label in labels]
+        draw.draw_cells(axes, values, names, shown, height=height, label=title, missing=missing, vmin=least, vmax=most)
         axes.set_ylabel("layer, in forward order")
         axes.label_outer()
-    return finished(charts)
+    return draw.finished(charts)

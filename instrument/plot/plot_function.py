@@ -67,8 +67,7 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
     """
 
     def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
-        parameters = signature(function).parameters.items()
-        own = {name for name, each in parameters if each.kind is not each.VAR_KEYWORD}
+        own = {name for name, each in signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD}
 
         @wraps(function)
         def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -108,8 +107,7 @@ def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
         if (value := look.get(key)) is not None and not is_right(value):
             raise InstrumentError(Problem(key, message, f"{value!r} ({type(value).__name__})", allowed))
     if look.get("ax") is not None and look.get("width") is not None:
-        message = "axes have the width of their figure"
-        raise InstrumentError(Problem("width", message, look.get("width"), fix="omit width or ax"))
+        raise InstrumentError(Problem("width", "axes have the width of their figure", fix="omit width or ax"))
 
 
 GAP, ACROSS = 2.0, 6.0  # minimum distance of two labels above and next to each other, in pixels
@@ -136,9 +134,7 @@ def fit(figure: Figure, drawn: Sequence[Axes]) -> None:
             figure.draw_without_rendering()
     for axes in every:
         boxes = [box for *_, box in _labels(axes.xaxis)]
-        if (
-            axes.xaxis.get_tick_params().get("rotation") and boxes
-        ):  # vertical labels, which may have room to be horizontal
+        if boxes and axes.xaxis.get_tick_params().get("rotation"):  # vertical labels that may have room to lie
             gap = min((b.x0 - a.x0 for a, b in pairwise(boxes)), default=axes.bbox.width)
             if max(box.height for box in boxes) + GAP <= gap:
                 axes.xaxis.set_tick_params(rotation=0)

@@ -1,7 +1,5 @@
 """Data of the charts of one run, from its history: all of it, or what changed since a version; and the evidence of a finding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,8 +35,7 @@ def rounded(values: Any) -> Any:
 
 def charts(history: RunHistory) -> dict[str, Any]:
     """Return the data of all charts. Each part has groups of steps, and by statistic one row for each location."""
-    specs = hooks_of(history.info) or {}
-    settings = {name: describe_action(spec) for name, spec in specs.items()}
+    settings = {name: describe_action(spec) for name, spec in (hooks_of(history.info) or {}).items()}
     changes = changed_charts(history)
     parts = {
         "series": [_labels(history, series, each) for series, each in history.series.items()],
@@ -173,9 +170,8 @@ def evidence(history: RunHistory, finding: Finding) -> str:
         inside = piece[known[piece]]
         points = " ".join(f"{x(steps[at]):.1f},{y(heights[at]):.1f}" for at in inside)
         parts.append(f'<polyline points="{points}"/>' if len(inside) > 1 else "")
-        parts += [
-            f'<circle cx="{x(steps[at]):.1f}" cy="{y(heights[at]):.1f}" r="2"/>' for at in inside[: len(inside) == 1]
-        ]
+        if len(inside) == 1:
+            parts.append(f'<circle cx="{x(steps[inside[0]]):.1f}" cy="{y(heights[inside[0]]):.1f}" r="2"/>')
     numbers = [format_number(float(bound_)) for bound_ in (values[known].min(), values[known].max())]
     scale = ", logarithmic" if is_log else ""
     text = f"{finding.statistic}{scale}, {numbers[0]} to {numbers[1]}, steps {first:,} to {last:,}; marked: step {finding.step:,}{bound}"
@@ -191,11 +187,8 @@ def curve_of(history: RunHistory, finding: Finding) -> tuple[np.ndarray, np.ndar
     if metrics is not None and finding.statistic in metrics.statistics:
         return _values_at(metrics, finding.statistic, 0)
     for series, each in history.series.items():
-        for row, location in enumerate(each.locations):
-            if (
-                location_label(location, series.role, series.hook, series.phase) == finding.where
-                and finding.statistic in each.statistics
-            ):
+        for row, location in enumerate(each.locations if finding.statistic in each.statistics else ()):
+            if location_label(location, series.role, series.hook, series.phase) == finding.where:
                 return _values_at(each, finding.statistic, row)
     return None
 

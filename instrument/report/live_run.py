@@ -1,7 +1,5 @@
 """A run in progress in bounded memory, and its state as text. Each refresh reads only the rows that were added since the previous one."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -172,11 +170,11 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         text.append(f"\n{live.info['error']}", style="red")
     parts: list[RenderableType] = [text, Text()]
     if live.metrics:
-        parts += [_table("", METRIC_COLUMNS, ("last",), metric_rows(live)), Text()]
+        parts += [table_of("", METRIC_COLUMNS, ("last",), metric_rows(live)), Text()]
     parts += [Text(f"{problem}", style="red") for problem in live.problems]
     shown = findings if height is None else findings[:MAX_FINDINGS]
     if findings:
-        table = _table("Findings", ("rule", "layer", "step", "message"), numbers=("step",))
+        table = table_of("Findings", ("rule", "layer", "step", "message"), numbers=("step",))
         for finding in shown:
             step = "" if finding.step is None else f"{finding.step:,}"
             what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
@@ -194,17 +192,18 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         room = None if height is None else max(FEWEST_LAYERS, height - OTHER_LINES - len(SHOWN_METRICS) - len(shown))
         rows, total = layer_rows(live, room)
         count = f"{len(rows)} of {total}" if len(rows) < total else str(total)
-        parts.append(_table(f"Layers, largest change first ({count})", LAYER_COLUMNS, LAYER_COLUMNS[-2:], rows))
+        parts.append(table_of(f"Layers, largest change first ({count})", LAYER_COLUMNS, LAYER_COLUMNS[-2:], rows))
     if live.fraction_read < 1:
         parts.append(Text(f"reading earlier steps: {live.fraction_read:.0%}", style="dim"))
     return Group(*parts)
 
 
-def _table(title: str, columns: Sequence[str], numbers: Collection[str], rows: Iterable[Row] = ()) -> Table:
+def table_of(title: str, columns: Sequence[str], numbers: Collection[str], rows: Iterable[Row] = ()) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
-        table.add_column(name, justify=justify, no_wrap=name not in ("message", "layer", "hook"))  # shortened if narrow
+        is_shortened = name in ("message", "layer", "hook", "overrides")  # if the screen is narrow
+        table.add_column(name, justify=justify, no_wrap=not is_shortened)
     for row in rows:
         table.add_row(*map(Text, row.cells), style=COLOURS["error"] if row.is_problem else "")
     return table

@@ -1,21 +1,18 @@
 """A sweep in progress as text: the jobs with their status, progress and last metrics."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..analysis.overview import sparkline
 from ..formatting import format_number
 from ..training.sweep_jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
 from .charts import metric_curves
-from .live_run import STATUS_COLOURS, LiveRun
+from .live_run import STATUS_COLOURS, LiveRun, table_of
 from .sweep_page import MAX_CURVE_VALUES, METRICS
 
 OTHER_LINES = 5
@@ -86,11 +83,8 @@ class LiveSweep:
 
     def frame(self, height: int | None = None) -> RenderableType:
         """Return the table of the jobs, running jobs first: those that fit on a screen with `height` lines, or all of them."""
-        table = Table(box=None, pad_edge=False)
-        for name in ("job", "status", "overrides"):
-            table.add_column(name, no_wrap=name != "overrides")  # the column that is shortened on a narrow screen
-        for name in ("step", "loss over the steps", *METRICS):
-            table.add_column(name, no_wrap=True, justify="left" if " " in name else "right")
+        columns = ("job", "status", "overrides", "step", "loss over the steps", *METRICS)
+        table = table_of("", columns, numbers=("step", *METRICS))
         jobs = sorted(self.jobs, key=lambda job: ORDER.index(job.status) if job.status in ORDER else len(ORDER))
         shown = jobs if height is None else jobs[: max(1, height - OTHER_LINES)]
         for job in shown:

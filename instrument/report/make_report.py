@@ -103,9 +103,8 @@ def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
     A location has axis labels for wide and narrow pages.
     """
     series = numbers.get("series", [])
-    locations = list(
-        dict.fromkeys(location for one in [*series, *numbers.get("effects", [])] for location in one["locations"])
-    )
+    every = [*series, *numbers.get("effects", [])]
+    locations = list(dict.fromkeys(location for one in every for location in one["locations"]))
     wide, narrow = (short_names(locations, letters) for letters in LETTERS)
     recorded = (name for one in series for name in one["statistics"])
     statistics = {

@@ -1,11 +1,10 @@
 """Texts and tables of the page of one run, and its mosaics of recorded tensors; `instrument.report.charts` prepares the charts."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from itertools import chain, cycle, zip_longest
+from itertools import cycle
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -197,25 +196,22 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     """
     all_maps = [one for one in maps_in(run) if (one.series, one.location) not in others]
     locations = _locations(all_maps, order)
-    chosen = [evenly_spaced(len(location), STEPS) for location in locations]
-    ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
-    all_turns = zip_longest(*([each[at] for at in steps] for each, steps in zip(locations, ordered, strict=True)))
-    # The maps in the order in which they are added: the last one of each location, the first, the others.
-    turns = [[one for one in turn if one is not None] for turn in all_turns]
-    first = turns[0] if turns else []  # every location has one map of these
     sizes = range(PIXELS, FEWEST_PIXELS, -4)
-    fitting = (size for size in sizes if sum(_size(one, size) for one in first) <= MAX_VALUES // 2)
+    fitting = (size for size in sizes if sum(_size(each[-1], size) for each in locations) <= MAX_VALUES // 2)
     pixels = next(fitting, FEWEST_PIXELS)
+    chosen: list[tuple[int, int, TensorMaps]] = []  # with the turn in which each is added, and the rank of its location
+    for rank, location in enumerate(locations):
+        steps = [location[at] for at in evenly_spaced(len(location), STEPS)]
+        chosen += [(turn, rank, one) for turn, one in enumerate(dict.fromkeys([steps[-1], steps[0], *steps]))]
     images: dict[tuple[TensorMaps, int], int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
-    ranks = {id(one): (rank, one.batch.step) for rank, location in enumerate(locations) for one in location}
     room = MAX_VALUES
-    for one in chain.from_iterable(turns):
+    for _, rank, one in sorted(chosen, key=itemgetter(0)):
         if _size(one, pixels) > room:
             continue
         image = image_of(one, all_maps)
         number = None if image is None else images.setdefault(image, len(images))
-        picture = shown[ranks[id(one)]] = _picture(run, one, pixels, number)
+        picture = shown[rank, one.batch.step] = _picture(run, one, pixels, number)
         room -= sum(len(row) for row in picture["mosaic"]["z"])
     of = {"locations": len(locations), "pictures": sum(len(location) for location in locations)}
     drawn = [_input_image(image.values(run, sample)) for image, sample in images]

@@ -1,7 +1,5 @@
 """The page of several runs: its texts, its tables, the data of its charts, and the effects of interventions and keys."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -166,9 +164,8 @@ def _row(
 def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
     states = zip(run.names, run.infos, strict=True)
     failed = [(name, info) for name, info in states if info["status"] not in ("done", "running")]
-    alerts = [
-        (info["status"], f"{name}: {info.get('error') or NO_ERROR_MESSAGE}") for name, info in failed[:MAX_ALERTS]
-    ]
+    shown = failed[:MAX_ALERTS]
+    alerts = [(info["status"], f"{name}: {info.get('error') or NO_ERROR_MESSAGE}") for name, info in shown]
     if len(failed) > MAX_ALERTS:
         rest = f"{len(failed) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
         alerts.append(("runs", rest))
@@ -241,10 +238,8 @@ def pairs(run: RunTables) -> list[Pair]:
 def _settings_text(name: str, settings: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> str:
     fields = differing_fields(name, settings, values)
     shown = settings if fields == {name: settings} else fields
-    return ", ".join(
-        f"{key.removeprefix(f'{name}.')}: {json.dumps(value) if not isinstance(value, str) else value}"
-        for key, value in shown.items()
-    )
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in shown.items()}
+    return ", ".join(f"{key.removeprefix(f'{name}.')}: {text}" for key, text in texts.items())
 
 
 def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -267,9 +262,8 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
     numbers = [info["metrics"] for info in run.infos]
     for (hook, settings), members in groups.items():
         for metric in metrics:
-            ends = [
-                (pair.seed, numbers[pair.control].get(metric), numbers[pair.treated].get(metric)) for pair in members
-            ]
+            values = [number.get(metric) for number in numbers]
+            ends = [(pair.seed, values[pair.control], values[pair.treated]) for pair in members]
             complete = [end for end in ends if None not in end]
             if complete:
                 row = {"hook": hook, "settings": settings, "metric": metric, "count": len(complete)}

@@ -293,7 +293,7 @@ def test_run_without_ids_says_how_to_record_them(tmp_path: Path) -> None:
 
 def test_run_without_tensors_says_how_to_record_them(tmp_path: Path) -> None:
     run = record({"seen": {"layers": "avgpool", "kind": "forward", "action": "record"}}, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"the run has no recorded tensors\n[\s\S]*tensors: true"):
+    with pytest.raises(ConfigError, match=r"no tensors of this layer were recorded\n[\s\S]*tensors: true"):
         run.features("avgpool")
 
 
@@ -536,7 +536,7 @@ ARGUMENTS = [
 def test_features_of_a_sweep_are_refused(tmp_path: Path) -> None:
     for name in ("0", "1"):
         write_run(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"run: the folder contains 2 runs[\s\S]*load one of them"):
+    with pytest.raises(ConfigError, match=r"run: the folder contains 2 runs[\s\S]*pass one of them"):
         instrument.load(tmp_path).features("layers.0")
 
 

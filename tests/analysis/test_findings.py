@@ -66,10 +66,10 @@ def test_run_without_anything_unusual_has_no_findings(made: Make, tables: dict[s
 def test_findings_of_a_sweep_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in "01":
         write_run(tmp_path / job)
-    with pytest.raises(instrument.InstrumentError, match=r"findings require a single run, but .* contains 2 runs"):
+    with pytest.raises(instrument.InstrumentError, match=r"run: the folder contains 2 runs"):
         findings(instrument.load(tmp_path))
     assert main([str(tmp_path)]) == 2
-    assert f"choose one, such as {tmp_path / '0'}" in capsys.readouterr().err
+    assert f"pass one of them, such as {tmp_path / '0'}" in capsys.readouterr().err
 
 
 def test_causes_precede_consequences_and_other_findings(made: Make) -> None:

@@ -60,7 +60,7 @@ def raw(folder: Path, **options: Any) -> RawTensors:
 
 def check(tensors: RawTensors) -> None:
     """Read all tensors, which compares them with their checksums."""
-    for i in range(len(tensors)):
+    for i in range(len(tensors.index)):
         tensors.tensor(i)
 
 
@@ -255,7 +255,7 @@ def test_tensors_and_slices_are_read_where_they_are(tmp_path: Path) -> None:
         tensors = pickle.loads(pickle.dumps(raw(folder, columns=["step"], condition=ds.field("step") > 0)))
         assert tensors.index["step"].to_pylist() == [1, 2, 3, 4, 5]
         for i, value in enumerate(VALUES[1:]):
-            assert tensors.shape(i) == (4, 3)
+            assert tensors.array(i).shape == (4, 3)
             for part in (slice(0, None), slice(1, 3), slice(-1, None), slice(3, 2), slice(2, 99)):
                 assert torch.equal(tensors.tensor(i, part.start, part.stop), value[part])
                 assert np.array_equal(tensors.array(i, part.start, part.stop), value[part].numpy())
