@@ -1,5 +1,7 @@
 """Comparison of configurations: what determines the training of a run, and the runs that differ in one key only."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

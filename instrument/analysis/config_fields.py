@@ -1,5 +1,7 @@
 """Values of a configuration as text, its fields, and the fields in which mappings differ."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

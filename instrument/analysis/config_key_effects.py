@@ -3,6 +3,8 @@
 Runs are compared by means over their steps, one per location and statistic, computed in batches.
 """
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections import Counter

@@ -1,5 +1,7 @@
 """The files of runs for DuckDB, as a file system that verifies what is read."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any, cast
 

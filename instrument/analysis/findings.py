@@ -5,6 +5,8 @@ What is wrong comes from the rules of the run. The other observations have no th
 Tables are read in batches and with the needed columns only, so that tables may be larger than memory.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import operator

@@ -6,6 +6,8 @@ looks like a vanished gradient. A row counts as non-finite if the fraction of Na
 versions, any NaN or infinity makes the row non-finite.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa

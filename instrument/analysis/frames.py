@@ -3,6 +3,8 @@
 The files contain custom statistics and metrics in one column, by name.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """Incremental reader of a table of a run in progress: each row is read once."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

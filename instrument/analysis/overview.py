@@ -2,6 +2,8 @@
 notebook. The tables are those of pandas, which a notebook formats.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape

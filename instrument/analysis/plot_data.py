@@ -3,6 +3,8 @@
 All functions take DataFrames with the columns of the tables, so they work on a run, a part of a run, or several runs.
 """
 
+from __future__ import annotations
+
 import operator
 import re
 from collections import Counter

@@ -1,5 +1,7 @@
 """Replay of the rows of a run to a sink, ordered by step."""
 
+from __future__ import annotations
+
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -1,5 +1,7 @@
 """The rules of a finished run: they read its tables in the order of the steps, and decide as they did live."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The values of a run that a page shows, in bounded memory. The rows of a run in progress are added over time."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -4,6 +4,8 @@ Of a statistic, there is one number for each location and group of steps. Of dis
 over the run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,7 @@
 """Recorded tensors as images: channels of feature maps, filters of convolutions, and input images."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,6 +6,8 @@ completes overrides, such as `+exp=` and `train.steps=`. It does not complete `p
 Exit codes: 0, the script was printed; 2, the arguments are invalid.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

@@ -4,6 +4,8 @@ Exit codes: 0, the changes were made; 1, the run is not in progress, or refused 
 130, interrupted by Ctrl-C while waiting. The message is then withdrawn if the run has not read it.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 

@@ -6,6 +6,8 @@ line on stderr.
 Exit codes: 0, the file was converted; 1, the output cannot be written; 2, the arguments or the file are invalid.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys

@@ -6,6 +6,8 @@ Exit codes: 0, no difference exceeds the tolerance; 1, the runs differ; 2, the a
 nothing in common.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import warnings

@@ -6,6 +6,8 @@ KEY is a key such as `train.steps` or `hooks.mine.every`, its last part, or a na
 Exit codes: 0, explained; 2, nothing has this name.
 """
 
+from __future__ import annotations
+
 import argparse
 import inspect
 import re

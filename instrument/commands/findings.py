@@ -6,6 +6,8 @@ events of custom rules are taken from the run, since their code is not run.
 Exit codes: 0, no rule fires; 1, the run cannot be read; 2, the arguments are invalid; 4, a rule fires.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

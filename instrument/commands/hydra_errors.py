@@ -1,5 +1,7 @@
 """Translation of composition errors of Hydra into problems with a location, the given value and the allowed values."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Sequence

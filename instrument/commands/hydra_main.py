@@ -5,6 +5,8 @@ the configuration is invalid, which is found before step 0, and no run folder re
 the run; 4, the fingerprint of the training is not that of `train.fingerprint`; 130, interrupted by Ctrl-C.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Ctrl-C in a command, also while its modules are imported, missing packages, and output whose reader has ended."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import sys

@@ -1,5 +1,7 @@
 """Operations on the locked folders of finished runs: `compact`, `recover`, `upload`."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -6,6 +6,8 @@ Exit codes: 0, everything is Parquet; 1, a run is in progress, not writable, or 
 run.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from functools import partial

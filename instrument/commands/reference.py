@@ -7,6 +7,8 @@ Exit codes: 0, done, or the run stays within the reference; 2, the arguments are
 reference; 4, the run leaves the reference.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Iterator

@@ -4,6 +4,8 @@ Exit codes: 0, the report was written; 1, it cannot be written, or a package is 
 arguments are invalid.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import warnings

@@ -3,6 +3,8 @@
 Exit codes: 0, all jobs are done; 1, some jobs are not done; 2, the arguments are invalid; 130, interrupted by Ctrl-C.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

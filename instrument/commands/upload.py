@@ -7,6 +7,8 @@ first.
 Exit codes: 0, all files are sent; 1, a file is missing or the run is in progress; 2, the arguments are invalid.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Sequence

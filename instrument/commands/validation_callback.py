@@ -1,5 +1,7 @@
 """Hydra callback that checks a configuration before Hydra creates a folder, and that reserves the folder."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import sys

@@ -3,6 +3,8 @@
 Layers that have other names in the other run are found by mappings with patterns.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter

@@ -10,6 +10,8 @@ d: if it exceeds a tolerance, the tensors differ by more than that. Extremes, l1
 fractions jump if a single element is rounded across zero. These statistics do not decide whether tensors differ.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ that applies: `names.yaml` in the folder, those of msprobe (`dump.json` and `dum
 those of `instrument.dump`, and otherwise the name itself is the layer, and the tensor its output.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

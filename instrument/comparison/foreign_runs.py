@@ -4,6 +4,8 @@ Expressions such as `cat(attn.q, attn.k, attn.v)` compute a tensor of one implem
 Two folders have the same tokens of the same samples in the same order, without padding.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 from collections.abc import Mapping, Sequence

@@ -6,6 +6,8 @@ layer if both runs have it. So a run in which some operators are missing is comp
 also by their line. For runs with different numbers of processes, see `process_relations`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

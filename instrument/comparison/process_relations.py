@@ -8,6 +8,8 @@ their sums divided by sqrt(n), and the difference of their l2. It is the standar
 (Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments", STOC 1996).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

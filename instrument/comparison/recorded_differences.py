@@ -1,5 +1,7 @@
 """The comparison of the rows and tensors that two runs recorded, a few steps at a time."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

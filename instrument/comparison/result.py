@@ -1,5 +1,7 @@
 """The differences between two runs, and their summary as text."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,6 +7,8 @@
 - The search path of `hydra.main`, for compositions outside of it: the files of the package, then those of the working directory.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """How the processes of a run train together: `train.parallel`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Any, Literal, Self, get_args

@@ -1,5 +1,7 @@
 """Conversion of plain mappings to specs. All problems of a file are reported at once, with the keys of the file."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

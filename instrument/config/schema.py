@@ -4,6 +4,8 @@
 language server: `# yaml-language-server: $schema=../schema.json`.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, reduce

@@ -1,5 +1,7 @@
 """The indices that the fields `units`, `heads`, `positions`, `samples` and `slice` of a spec select in a tensor."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from ..fields.field_types import Heads

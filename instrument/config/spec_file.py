@@ -1,5 +1,7 @@
 """The configuration files of the package, and hook specs from a YAML file, from plain mappings, or from spec objects."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

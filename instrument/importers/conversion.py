@@ -1,5 +1,7 @@
 """Conversion of a configuration file of another tool: its fields, none of which is lost without a note, and the experiment."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

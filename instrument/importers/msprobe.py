@@ -3,6 +3,8 @@
 Format: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,6 +4,8 @@ Formats: https://github.com/NVIDIA/nvidia-dlfw-inspect/blob/main/docs/config_fil
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any

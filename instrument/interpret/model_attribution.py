@@ -1,5 +1,7 @@
 """Attributions of a model, from passes with hooks that keep or replace the tensors of its layers."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

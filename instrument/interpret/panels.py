@@ -1,5 +1,7 @@
 """Panels of a report: attention probabilities of a sample, attributions, effects of an intervention, importance of overrides."""
 
+from __future__ import annotations
+
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """A matplotlib figure that is independent of pyplot: it has no global state and selects no backend."""
 
+from __future__ import annotations
+
 from io import BytesIO
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`python -m instrument.report`. This package hides the module of the command, which has the same name."""
 
+from __future__ import annotations
+
 import sys
 from importlib import import_module
 

@@ -1,5 +1,7 @@
 """Data of the charts of one run, from its history: all of it, or what changed since a version; and the evidence of a finding."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """A run in progress in bounded memory, and its state as text. Each refresh reads only the rows that were added since the previous one."""
 
+from __future__ import annotations
+
 import time
 import warnings
 from collections.abc import Collection, Iterable, Sequence

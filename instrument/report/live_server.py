@@ -1,5 +1,7 @@
 """The pages of a run or a sweep in progress in the browser: complete, and what changed since a version, from a server on this machine."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import secrets

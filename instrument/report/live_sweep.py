@@ -1,5 +1,7 @@
 """A sweep in progress as text: the jobs with their status, progress and last metrics."""
 
+from __future__ import annotations
+
 import time
 from pathlib import Path
 from typing import Any

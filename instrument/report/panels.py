@@ -1,5 +1,7 @@
 """Panels in the report of a run or a sweep: those of this package that few runs have, and those of installed packages."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape

@@ -1,5 +1,7 @@
 """Texts and tables of the page of one run, and its mosaics of recorded tensors; `instrument.report.charts` prepares the charts."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime

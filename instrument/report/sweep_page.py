@@ -1,5 +1,7 @@
 """The page of several runs: its texts, its tables, the data of its charts, and the effects of interventions and keys."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter
