@@ -134,7 +134,7 @@ class HookBase(Selection):
     )
     own: bool = Field(
         False,
-        description="For function kinds: only calls of the module's own forward, without those in its submodules.",
+        description="For function kinds: only calls that the module's own forward makes, without those in its submodules.",
     )
     fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
         1.0, description="For kind collective: act on this fraction of the tensors, drawn with the seed of the run."
@@ -178,7 +178,9 @@ class HookBase(Selection):
     positions: Indices | None = Field(
         None, description="Act only on these positions of a sequence: dimension 1 of batch-first tensors [N, T, ...]."
     )
-    samples: IndexList | None = Field(None, description="Act only on the samples at these indices of dimension 0.")
+    samples: IndexList | None = Field(
+        None, description="Act only on the samples of the batch at these indices of dimension 0."
+    )
     slice: SliceText | None = Field(
         None,
         description="Act only on this slice, in NumPy notation: '0:4, :, ::2' or '[:, -1, 64:128]'. Cannot be combined with "

@@ -58,9 +58,12 @@ class BudgetConfig(Spec):
     """Limits for the cost of record hooks. Hooks over budget are sampled less often. Interventions always run."""
 
     time: TimeLimit | None = Field(
-        None, description="Maximum overhead, relative to a step without hooks: 5% or 0.05, measured during the run."
+        None,
+        description="Maximum overhead, relative to a step without hooks: 5% or 0.05. It is measured during the run.",
     )
-    bytes: SizeLimit | None = Field(None, description="Approximate limit of the recorded data on disk: 500MB, 2GB.")
+    bytes: SizeLimit | None = Field(
+        None, description="Approximate maximum size of all recorded data on disk: 500MB, 2GB."
+    )
 
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
@@ -116,7 +119,9 @@ class DataConfig(Spec):
         description="A callable that returns a dataset with a length, or an iterable one. It gets the split of a slice as "
         "`train=True` or `False`, or else as `split`, if it has this parameter and the configuration does not set it."
     )
-    root: str = Field("data", description="The folder of datasets on disk. The variable INSTRUMENT_DATA overrides it.")
+    root: str = Field(
+        "data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it."
+    )
     slice: SliceSpec = Field(default_factory=SliceSpec, description="The training samples.")
     eval_slice: SliceSpec = Field(default_factory=SliceSpec, description="The evaluation samples.")
     probe_batch: Annotated[
@@ -126,25 +131,31 @@ class DataConfig(Spec):
         description="Samples of the evaluation slice that hooks of phase `probe` see as one fixed batch: the first N, or "
         "a slice of them such as {per_class: 1}.",
     )
-    fallback: Literal["digits"] | None = Field(None, description="Replaces a missing dataset, with a warning.")
+    fallback: Literal["digits"] | None = Field(
+        None, description="The dataset to use, with a warning, if the dataset is missing."
+    )
     collate_fn: Target | None = Field(
         None,
-        description="A function, or a class whose instances join a list of items into a batch. null: default_collate.",
+        description="A function that joins a list of items into a batch, or a class whose instances do. null: PyTorch's default_collate.",
     )
     sampler: Target | None = Field(
-        None, description="Called with the training slice; returns the indices of an epoch. null: all in random order."
+        None,
+        description="Called with the training slice; returns the indices of an epoch. null: all samples in random order.",
     )
     num_workers: Index = Field(0, description="Processes that load batches ahead; 0: batches are loaded in the loop.")
     pin_memory: bool = Field(False, description="Copy batches to pinned memory while they are loaded, for a GPU.")
     ids: Literal["recorded", "all"] = Field(
-        "recorded", description="The samples in the table `samples`: those of batches with a recorded tensor, or all."
+        "recorded",
+        description="The samples in the table `samples`: those of batches in which a tensor is recorded, or those of all batches.",
     )
 
 
 class CheckpointConfig(Spec):
     """When checkpoints of the training state are saved."""
 
-    every: Index = Field(0, description="Save a checkpoint every N steps and after the last step; 0: no checkpoints.")
+    every: Index = Field(
+        0, description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints."
+    )
     keep: Count | None = Field(
         1,
         description="The number of checkpoints that are kept, the latest ones; null: all, so that instrument.replay begins close to "
@@ -176,7 +187,9 @@ def _compile_options(value: Any) -> Any:
 class TrainConfig(Spec):
     """The length of the training, and its batches."""
 
-    steps: Count | None = Field(None, description="Number of optimizer steps. The dataset is repeated as needed.")
+    steps: Count | None = Field(
+        None, description="Number of optimizer steps. The dataset is repeated as often as needed."
+    )
     epochs: Count | None = Field(None, description="Number of passes over the dataset; instead of steps.")
     batch_size: Count = Field(64, description="Samples in a micro-batch, summed over all processes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
@@ -197,10 +210,17 @@ class TrainConfig(Spec):
         None, description="Compile the model with torch.compile: true, or its options. Hooks are part of the graph."
     )
     accumulate: Count = Field(1, description="Micro-batches per optimizer step; their gradients are averaged.")
-    eval_every: Index = Field(0, description="Evaluate every N steps and after the last step; 0: only after the last.")
+    eval_every: Index = Field(
+        0, description="Evaluate every N steps and after the last step; 0: only after the last step."
+    )
     eval_batch_size: Count = Field(256, description="Samples in an evaluation batch, summed over all processes.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="For resuming a stopped run.")
-    save: bool = Field(False, description="Save the final weights to weights.pt in the run folder, for init_from.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="Checkpoints from which a stopped run is resumed."
+    )
+    save: bool = Field(
+        False,
+        description="Save the final weights of the model to the file weights.pt in the run folder, for init_from.",
+    )
     fingerprint: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{16}-[0-9a-f]{16}$",
@@ -240,14 +260,17 @@ class ForwardConfig(Spec):
     """The passes over the data in `mode: forward`, which change no parameter and no buffer."""
 
     passes: Count = Field(1, description="Number of passes over data.slice, in order.")
-    grad: bool = Field(False, description="Compute gradients, also of the inputs, without an optimizer step.")
+    grad: bool = Field(
+        False, description="Compute gradients, with respect to the inputs too, without an optimizer step."
+    )
     of: Annotated[str, AfterValidator(output_unit_text)] | None = Field(
         None,
         description="Compute gradients of this part of the model's output, summed over its elements, instead of the loss: "
         "'logits[:, 3]', or '[:, 3]' if the output is a tensor.",
     )
     from_sample: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Index of the clean sample of each batch, for attribution patching; the others are corrupted."
+        None,
+        description="Index of the clean sample of each batch, for attribution patching; the other samples are corrupted.",
     )
     integrate: bool = Field(
         False,
@@ -328,7 +351,7 @@ class SinkConfig(Spec):
     )
     durability: Literal["process", "power"] = Field(
         "process",
-        description="What finished steps survive: the end of the process, or a power loss (one fsync per step).",
+        description="What the rows of finished steps survive: the end of the process, or a power loss (one fsync per step).",
     )
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="If writing fails: stop the run, or continue training without recording."
@@ -337,9 +360,13 @@ class SinkConfig(Spec):
         None,
         description="An address such as s3://bucket/prefix to which the run's files are copied. It must not contain credentials.",
     )
-    keep_local: bool = Field(True, description="false: delete local files after upload, for runs larger than the disk.")
+    keep_local: bool = Field(
+        True, description="false: delete local files after their upload, for runs larger than the disk."
+    )
     tensorboard: bool = Field(False, description="Also write the rows for TensorBoard, into the run folder.")
-    wandb: bool = Field(False, description="Also log the rows to Weights & Biases, as its environment variables say.")
+    wandb: bool = Field(
+        False, description="Also log the rows to Weights & Biases, configured by its environment variables."
+    )
     mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
     trackio: bool = Field(False, description="Also log the rows to Trackio, configured by its environment variables.")
 
@@ -383,7 +410,8 @@ class RunConfig(Spec):
 
     name: RunName = Field("run", description="The name of the run's folder under runs/.")
     vars: Annotated[dict[str, Any], BeforeValidator(_empty_if_none)] = Field(
-        default_factory=dict, description="Shared values: `vars: {length: 4}` is used as `${vars.length}`."
+        default_factory=dict,
+        description="Values that several keys share: `vars: {length: 4}` is used as `${vars.length}`.",
     )
     seed: Seed = Field(0, description="Seed of Python, NumPy, PyTorch, and the hooks' own random generators.")
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
@@ -400,7 +428,7 @@ class RunConfig(Spec):
         InitFromConfig, BeforeValidator(_path_as_mapping, json_schema_input_type=str | InitFromConfig | None)
     ] = Field(
         default_factory=InitFromConfig,
-        description="Weights to load before the first step: a file with a state dict, or the folder of a run.",
+        description="Weights to load before the first step: the path of a file with a state dict, or the folder of a run.",
     )
     plan: bool | Literal["json"] = Field(
         False, description="Dry run: print the matching hooks and the predicted cost, or as JSON; do not train."
@@ -420,18 +448,26 @@ class RunConfig(Spec):
     model: Target = Field(description="The model, a torch.nn.Module.")
     data: DataConfig
     task: Target = Field(description="The task: computes the loss of a batch.")
-    optimizer: Target = Field(description="Called with the trainable parameters, or with the model if it takes one.")
-    scheduler: Target | None = Field(None, description="Called with the optimizer; steps once a training step.")
+    optimizer: Target = Field(
+        description="The optimizer. It is called with the trainable parameters, or with the model if it takes one."
+    )
+    scheduler: Target | None = Field(
+        None,
+        description="The learning-rate scheduler. It is called with the optimizer and steps once per training step.",
+    )
     train: TrainConfig
     apply: SkipValidation[dict[str, ApplySpec]] = Field(
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
-    hooks: SkipValidation[dict[str, SerializeAsAny[HookSpec]]] = Field(default_factory=dict, description="Named hooks.")
+    hooks: SkipValidation[dict[str, SerializeAsAny[HookSpec]]] = Field(
+        default_factory=dict, description="The hooks, by name."
+    )
     rules: SkipValidation[dict[str, RuleBase]] = Field(
-        default_factory=dict, description="Rules by name: conditions on the recorded rows, and what then happens."
+        default_factory=dict,
+        description="The rules, by name: conditions on the recorded rows, and what happens when one of them holds.",
     )
     budget: Annotated[BudgetConfig, BeforeValidator(_empty_if_none)] = Field(
         default_factory=BudgetConfig,
-        description="Limits of the cost of record hooks, which are then sampled less often.",
+        description="Limits for the cost of record hooks. Hooks over budget are sampled less often.",
     )
     sink: Annotated[SinkConfig, BeforeValidator(_empty_if_none)] = Field(default_factory=SinkConfig)

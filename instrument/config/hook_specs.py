@@ -248,7 +248,9 @@ class ModifySpec(InterventionSpec):
     """Replace the tensor by the result of `fn`."""
 
     action: Literal["modify"]
-    straight_through: bool = Field(False, description="Pass the gradient through unchanged (Bengio et al. 2013).")
+    straight_through: bool = Field(
+        False, description="Pass the gradient through unchanged (straight-through estimator, Bengio et al. 2013)."
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

@@ -25,8 +25,12 @@ class LayerStyle(Spec):
     style: Style = Field(
         description="colwise (ColwiseParallel), rowwise (RowwiseParallel) or sequence (SequenceParallel)."
     )
-    input: Layout | None = Field(None, description="Input layout: replicate or shard(DIM). null: that of the class.")
-    output: Layout | None = Field(None, description="Output layout: replicate or shard(DIM). null: that of the class.")
+    input: Layout | None = Field(
+        None, description="Layout of the input: replicate or shard(DIM). null: that of the class."
+    )
+    output: Layout | None = Field(
+        None, description="Layout of the output: replicate or shard(DIM). null: that of the class."
+    )
 
     @model_validator(mode="after")
     def _validate_sequence(self) -> Self:
@@ -75,7 +79,9 @@ class ParallelConfig(PlacementConfig):
         description="The sizes of the dimensions of the mesh: pp (pipeline), dp (data) and tp (tensor), from the slowest to the fastest "
         "varying rank. null: all processes are in dp.",
     )
-    data: Data = Field("ddp", description="For dp: ddp sums gradients, fsdp2 (fully_shard) also shards parameters.")
+    data: Data = Field(
+        "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) also shards parameters."
+    )
     plan: dict[
         Glob,
         Annotated[

@@ -39,7 +39,9 @@ class DisableAction(Spec):
 class CallAction(Spec):
     """Call a function with the event, an `instrument.RuleEvent`."""
 
-    call: Target = Field(description="The function, {_target_: package.function, ...}, or in Python the function.")
+    call: Target = Field(
+        description="The function, {_target_: package.function, ...}, or in Python the function itself."
+    )
 
 
 Action = Literal["warn", "stop", "prune", "checkpoint"] | EnableAction | DisableAction | CallAction
@@ -122,7 +124,9 @@ class WindowRule(RuleBase):
     """A rule that compares a value with the median of previous ones."""
 
     factor: Annotated[float, Field(gt=1)]
-    window: Annotated[int, Field(ge=2, le=10_000)] = Field(50, description="The number of values of the median.")
+    window: Annotated[int, Field(ge=2, le=10_000)] = Field(
+        50, description="The number of previous values in the median."
+    )
     after: Count
 
     @model_validator(mode="after")

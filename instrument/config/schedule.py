@@ -108,7 +108,9 @@ class Condition(Spec):
         description="Multiply the bound by the median, mean or standard deviation of the statistic in the previous firings at the same "
         "tensor.",
     )
-    window: Annotated[Count, Field(le=MAX_WINDOW)] = Field(50, description="With 'times': how many earlier firings.")
+    window: Annotated[Count, Field(le=MAX_WINDOW)] = Field(
+        50, description="With 'times': the number of previous firings."
+    )
     after: Count = Field(10, description="With 'times': the number of earlier values that are required first.")
 
     @model_validator(mode="after")
