@@ -13,13 +13,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..actions.intervention import describe
 from ..config.base import HookBase, ObservationSpec
@@ -29,14 +28,14 @@ from ..plan.function_calls import (
     RESHAPING,
     FunctionMode,
     Owner,
-    RunningModule,
     module_frame,
     needs_pause,
     register_pauses,
     written_tensor,
 )
-from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
+from ..runtime.lazy_compiler import exclude_from_graphs, has_compiled, is_compiled_module, run_outside_of_graphs
 from ..runtime.own_operations import unseen_by_checkpoint
+from ..stats.cpu_kernel import is_connected
 from ..stats.flatten import unreadable
 from ..tables.kinds import ATTENTION_ROLES
 from ..tables.reasons import (
@@ -60,29 +59,30 @@ from .gradient_hooks import LeafHooks, versions_of
 from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
-from .plain_calls import current_transform, is_tracing
+from .plain_calls import FunctionCall, FunctionCalls, FunctionObserver, current_transform, is_tracing
 from .tensor_gradients import CallGradients
 
 _UNMEASURED = nullcontext()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class HookedModule(RunningModule):
+class HookedModule(FunctionCall):
     """A call of a module whose functions are hooked. Its observers are the scheduled hooks."""
 
-    call: Call
-    leaf_hooks: LeafHooks
-    # The hooks whose functions were called, by code that is not compiled.
-    called: set[AttachedHook] = field(default_factory=set)
-    fired: set[AttachedHook] = field(default_factory=set)
-    obstacles: dict[AttachedHook, str] = field(default_factory=dict)
-    gradients: dict[AttachedHook, CallGradients] = field(default_factory=dict)
+    __slots__ = ()
 
-    def update_coverage(self, *, has_raised: bool) -> None:
+    @property
+    def call(self) -> Call:
+        call: Call | None = self.given_call
+        if call is None:
+            index = self.firing.call
+            call = self.given_call = Call(index, index, self.leaf_hooks.clock.micro_step_index)
+        return call
+
+    def update_coverage(self, *, has_raised: bool = False) -> None:
         """End the call: count an opportunity for each hook whose functions were called, and the firing or the reason."""
-        for attached in () if self.call.is_recomputed else self.observers.values():
+        for attached in () if self.firing.recompute else self.observers.values():
             gradients = self.gradients.get(attached)
-            if attached in self.fired:
+            if self.called.get(attached):
                 attached.opportunities += 1
                 attached.firings += 1
             elif gradients is not None:
@@ -109,6 +109,9 @@ class HookedFunctions(FunctionMode):
         super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode, *sharding_hooks()))
         self._clock = clock
         self._has_interventions = not all(isinstance(spec, ObservationSpec) for spec in specs)
+        if is_connected:
+            code = self.is_compiled_code
+            self.observe = FunctionObserver(self, self.known, self.running, code, self.observe, self._record)  # type: ignore[method-assign, assignment]
 
     def run(
         self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,9 +138,7 @@ class HookedFunctions(FunctionMode):
         result = function(*args, **kwargs)
         if not by_role.keys().isdisjoint(ATTENTION_ROLES):
             self._observe_attention(by_role, name, args, kwargs, result)
-        new = result
-        if result is None and written_tensor(function, name, args, kwargs) is not None:  # `x[i] = y`
-            new = args[0]
+        new = _result_of(function, name, args, kwargs, result)
         if target is not None:
             new = _write(target, self._act(outputs, _copy_of(target) if name in RESHAPING else new))
         elif outputs:
@@ -147,6 +148,18 @@ class HookedFunctions(FunctionMode):
             new = self._register(gradients, new, versions, needs_alias=written is None)
         return None if result is None else new
 
+    def _record(
+        self,
+        function: Any,
+        name: str,
+        owners: Sequence[Owner],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        result: Any,
+    ) -> None:
+        """Run record hooks on the result of a function that was called."""
+        self._act(owners, _result_of(function, name, args, kwargs or {}, result))
+
     def _acting(self, owners: Sequence[Owner]) -> Mapping[str, Sequence[Owner]]:
         """Return the hooks that act in a call, by role. Those on attention count as called if the function computes attention."""
         is_transformed = current_transform() is not None
@@ -154,11 +167,11 @@ class HookedFunctions(FunctionMode):
         for owner in owners:
             running, attached, _ = owner
             if is_transformed or attached.role not in ATTENTION_ROLES:
-                running.called.add(attached)
+                running.called.setdefault(attached, False)
             if is_transformed:
                 running.obstacles[attached] = TRANSFORMED
             elif not (
-                running.call.is_recomputed and attached.is_record_hook and not attached.site.spec.definition.gradient
+                running.firing.recompute and attached.is_record_hook and not attached.site.spec.definition.gradient
             ):
                 by_role.setdefault(attached.role, []).append(owner)
         return by_role
@@ -173,16 +186,16 @@ class HookedFunctions(FunctionMode):
                     if not attached.is_record_hook and attached.matches_path(full_path):
                         running.obstacles[attached] = attached.no_tensor_reason(tensor, full_path)
                     continue
-                firing = running.call.firing()
+                firing = running.firing
                 new = None if attached.direct is None else attached.direct(tensor, full_path, firing)
                 if new is not None:
-                    running.fired.add(attached)
+                    running.called[attached] = True
                     tensor = new
                     continue
                 if (reason := unreadable(tensor)) is not None:
                     running.obstacles[attached] = reason
                     continue
-                running.fired.add(attached)
+                running.called[attached] = True
                 tensor = attached.fire(tensor, full_path, firing)
             return tensor
 
@@ -210,7 +223,7 @@ class HookedFunctions(FunctionMode):
                     if isinstance(found, str):
                         running.obstacles[attached] = found
                     if found != NOT_ATTENTION:
-                        running.called.add(attached)
+                        running.called.setdefault(attached, False)
                 if not isinstance(found, str):
                     self._act(by_role.get(role, ()), found[role])
 
@@ -239,29 +252,45 @@ class FunctionHooks(SuspendableModuleHooks):
     """The sites of the function kinds at one module."""
 
     early = True
+    plain_calls: FunctionCalls | None = None  # starts and ends calls without Python code
 
     def __init__(
         self, attached_hooks: Sequence[AttachedHook], calls: Calls, threads: FunctionThreads, *, suspend: bool
     ) -> None:
-        super().__init__(attached_hooks, calls, suspend=suspend)
+        only_values = all(each.is_record_hook and not each.site.spec.definition.gradient for each in attached_hooks)
+        super().__init__(attached_hooks, calls, suspend=suspend, note_inputs=not only_values)
         self.threads = threads
         self.leaf_hooks = LeafHooks(self.clock)
         self.scheduled: dict[str, AttachedHook] = {}
         self._acts_in_all_calls = True
 
     def attach(self) -> None:
-        enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
-        leave = excluded_method(self.leave)
-        self.hooks.add(self.module.register_forward_pre_hook(enter))
-        self.hooks.add(self.module.register_forward_hook(leave, prepend=True, always_call=True))
+        self.hooks.add(self.module.register_forward_pre_hook(MethodType(FunctionHooks.before, self)))
+        after = MethodType(FunctionHooks.after, self)
+        self.hooks.add(self.module.register_forward_hook(after, prepend=True, always_call=True))
 
     def refresh(self) -> None:
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
         self._acts_in_all_calls = all(each.calls is None for each in self.scheduled.values())
         super().refresh()
+        self.plain_calls = None
+        if is_connected and self.active and self._acts_in_all_calls and self.clock.timer is None:
+            shared = self.calls.indices, self.calls.is_shared, self.threads, self.calls
+            self.plain_calls = FunctionCalls(self.clock, *shared, HookedModule, self.scheduled, self.leaf_hooks)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The forward pre hook."""
+        plain_calls = None if is_compiling() or self.plain_calls is None or self.unscheduled else self.plain_calls
+        if plain_calls is None or not plain_calls.enter(self, args):
+            _enter(self, module, args)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The forward hook."""
+        if is_dynamo_compiling() or self.plain_calls is None or not self.plain_calls.leave(self):
+            _leave(self, module, args, output)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        """The forward pre hook: starts to observe functions."""
+        """Start to observe functions."""
         if is_tracing():
             self._check_export()
             return
@@ -277,10 +306,10 @@ class FunctionHooks(SuspendableModuleHooks):
                 acting = self.scheduled
                 if not self._acts_in_all_calls:
                     acting = {name: each for name, each in acting.items() if each.acts_in(call.index)}
-                self.threads.mode.enter(HookedModule(frame, acting, call=call, leaf_hooks=self.leaf_hooks))
+                self.threads.mode.enter(HookedModule(frame, acting, self.leaf_hooks, call, call.firing()))
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        """The forward pre hook in compiled code, which calls no functions."""
+        """Count a call in compiled code, which calls no functions."""
         if self._is_active():
             if is_compiling():  # torch.export runs this code
                 self._check_export()
@@ -300,7 +329,7 @@ class FunctionHooks(SuspendableModuleHooks):
         return self.active
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        """The forward hook: ends the observation, also after an exception."""
+        """End the observation, also after an exception."""
         if not self.attached_hooks:  # copied with the module
             return
         with self.clock.timer or _UNMEASURED:
@@ -323,6 +352,12 @@ class FunctionHooks(SuspendableModuleHooks):
         """Suspend the hooks, unless they have to end the mode of a thread."""
         if not self.threads.are_observed_by(self.attached_hooks):
             super().suspend()
+
+
+_enter = exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled)
+_leave = exclude_from_graphs(FunctionHooks.leave)
+for _hook in (FunctionHooks.before, FunctionHooks.after):
+    run_outside_of_graphs(_hook, with_calls=False)
 
 
 class FunctionPauses(InertWhenCopied):
@@ -371,6 +406,12 @@ class FunctionThreads(threading.local):
         return any(mode.is_observed_by(attached_hooks) for mode in list(self.modes.values()))
 
 
+def _result_of(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """Return the result of a function; the changed tensor if it returns none, as `x[i] = y` does."""
+    is_written = result is None and written_tensor(function, name, args, kwargs) is not None
+    return args[0] if is_written else result
+
+
 def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an intervention may change this call of an in-place function, whose result is one tensor."""
     path = owner.path
@@ -384,7 +425,7 @@ def _check_segment(owner: Owner) -> None:
     """Raise `HookError` for an intervention in a checkpoint segment that starts in the module: it would not be repeated."""
     running, attached, path = owner
     if current_segment() is not running.call.segment:
-        context = attached.context(path, running.call.firing())
+        context = attached.context(path, running.firing)
         raise HookError(
             f"{describe(context)} changes a function inside an activation checkpoint that this module starts; the "
             "recomputation would run without the change. Hook the module that the checkpoint runs instead"

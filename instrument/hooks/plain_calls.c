@@ -1,13 +1,16 @@
 /* Runs the hooks of a module in C, if each of them acts on its output, which is one plain tensor, or records statistics of the gradient
-   of that output. `instrument.hooks.module_hooks.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
+   of that output, or of the results of functions. `instrument.hooks.module_hooks.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
    Python. Plain tensors are those of `Slab.add`.
 
-   connect_torch(transform, is tracing, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)
+   connect_torch(transform, is tracing, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base, compiler, modes,
+   mode at, push mode, pop mode, code)
 
-   Sets what this code calls: transform() returns the active transform of torch.func or None, is tracing() a bool, graph task() the number of the backward
+   Sets what this code calls or compares: transform() returns the active transform of torch.func or None, is tracing() a bool, graph task() the number of the backward
    pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
    of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `FiringIndex`; and
-   register at base(view, hook), which registers the hook for the case that the view is modified in place.
+   register at base(view, hook), which registers the hook for the case that the view is modified in place; compiler(), which returns
+   None if torch.compile does not run this code; modes(), mode at(index), push mode(mode) and pop mode() of the stack of TorchFunctionModes;
+   and the code object of `Module._call_impl`.
 
    FiringCounts: the attributes `opportunities`, `firings`, `expected`, `fired` and `has_notes` of `HookCoverage`.
 
@@ -40,28 +43,46 @@
    on saved tensors; or if a call is open, in this micro-step or in another thread.
    leave(output) -> what replaces the output, or None: ends the call after the module has run. If Python code is needed, the call stays
    open, and the result is a tuple: the number of those in `outputs` that are done, and the output that they leave. The number is 0 if this
-   thread has no open call, or if hooks are inactive. An exception of a hook ends the call. */
+   thread has no open call, or if hooks are inactive. An exception of a hook ends the call.
+
+   FunctionObserver(mode, known, running, codes, observe, finish)
+
+   Called with a function and its arguments, it does what `FunctionMode.observe` does. The other arguments are attributes of the mode.
+   `finish(function, name, owners, args, kwargs, result)` is called for the owners that cannot record the result here.
+
+   FunctionCall(frame, observers, leaf hooks, call, firing): the attributes of `HookedModule`, its subclass, which `class` is below. The
+   attribute `given_call` is None if `FunctionCalls.enter` began the call.
+
+   FunctionCalls(clock, indices, is shared, threads, calls, class, observers, leaf hooks)
+
+   enter(group, args) and leave(group) do what `FunctionHooks.enter` and `FunctionHooks.leave` do, and return True. They return False, and
+   do nothing, if Python code is needed. */
 
 #include "../stats/native.h"
 #include <structmember.h>
 
-enum { TRANSFORM, TRACING, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, REGISTER_AT_BASE, FUNCTIONS };
+enum {
+    TRANSFORM, TRACING, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, REGISTER_AT_BASE,
+    COMPILER, MODES, MODE_AT, PUSH_MODE, POP_MODE, CODE, FUNCTIONS
+};
 static PyObject *functions[FUNCTIONS];
 
 #define NAMES(NAME)                                                                                                   \
     NAME(closed) NAME(micro_step_index) NAME(moment) NAME(boundary) NAME(requires_grad) NAME(grad_fn) NAME(_base)     \
-        NAME(_backward_hooks) NAME(_register_hook_dict) NAME(recompute)
+        NAME(_backward_hooks) NAME(_register_hook_dict) NAME(recompute) NAME(mode) NAME(observe) NAME(is_active)          \
+        NAME(knows_compiler) NAME(f_back) NAME(frame) NAME(firing)      \
+        NAME(direct) NAME(update_coverage) NAME(enter) NAME(leave)
 #define DECLARE(NAME) static PyObject *name_##NAME;
 NAMES(DECLARE)
 
-static PyObject *no_path, *minus_one;
-static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type;
+static PyObject *no_path, *minus_one, *compiler_module;
+static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type, *observer_type, *function_call_type;
 
 static PyObject *connect_torch(PyObject *self, PyObject *args) {
     PyObject *given[FUNCTIONS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                          &given[6], &given[7]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
+                          &given[6], &given[7], &given[8], &given[9], &given[10], &given[11], &given[12], &given[13]))
         return NULL;
     for (int i = 0; i < FUNCTIONS; i++) {
         PyObject *old = functions[i];
@@ -320,6 +341,24 @@ static int record_call(Recording *self, PyObject *tensor, long long index) {
     return record(self, tensor, slot);
 }
 
+/* Records a tensor at a path; see `record`. */
+static int record_at(Recording *self, PyObject *tensor, PyObject *path, PyObject *firing) {
+    long long slot = self->last_slot;
+    if (path != self->last_path || firing != self->last_firing || self->last_class != Py_TYPE(self->module)) {
+        slot = slot_of(self, path, firing);
+        if (slot < 0)
+            return -1;
+        PyObject *old_path = self->last_path, *old_firing = self->last_firing;
+        self->last_path = Py_NewRef(path);
+        self->last_firing = Py_NewRef(firing);
+        self->last_class = Py_TYPE(self->module);
+        self->last_slot = slot;
+        Py_XDECREF(old_path);
+        Py_XDECREF(old_firing);
+    }
+    return record(self, tensor, slot);
+}
+
 static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwargs) {
     PyObject *tensor, *path, *firing;
     (void)kwargs;
@@ -330,20 +369,7 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
         return NULL;
     if (!is_recorded)
         Py_RETURN_NONE;
-    long long slot = self->last_slot;
-    if (path != self->last_path || firing != self->last_firing || self->last_class != Py_TYPE(self->module)) {
-        slot = slot_of(self, path, firing);
-        if (slot < 0)
-            return NULL;
-        PyObject *old_path = self->last_path, *old_firing = self->last_firing;
-        self->last_path = Py_NewRef(path);
-        self->last_firing = Py_NewRef(firing);
-        self->last_class = Py_TYPE(self->module);
-        self->last_slot = slot;
-        Py_XDECREF(old_path);
-        Py_XDECREF(old_firing);
-    }
-    const int added = record(self, tensor, slot);
+    const int added = record_at(self, tensor, path, firing);
     return added < 0 ? NULL : Py_NewRef(added ? tensor : Py_None);
 }
 
@@ -412,8 +438,8 @@ static void calls_dealloc(PyObject *self) { release(self, calls_clear); }
 
 /* Whether hooks do nothing now: the clock is closed, or a transform of torch.func or torch.jit.trace runs the code. -1 with an exception
    set. */
-static int are_hooks_inactive(const PlainCalls *self) {
-    const int is_running = attribute_is(self->clock, name_closed, Py_False);
+static int are_hooks_inactive(PyObject *clock) {
+    const int is_running = attribute_is(clock, name_closed, Py_False);
     const int is_untransformed = is_running == 1 ? is_object(PyObject_CallNoArgs(functions[TRANSFORM]), Py_None) : is_running;
     const int is_active =
         is_untransformed == 1 ? is_object(PyObject_CallNoArgs(functions[TRACING]), Py_False) : is_untransformed;
@@ -433,28 +459,32 @@ static int is_plain_pass(void) {
     return is_object(PyObject_CallFunctionObjArgs(functions[PACKING_HOOKS], Py_True, NULL), Py_None);
 }
 
-static PyObject *calls_enter(PlainCalls *self, PyObject *args) {
-    CallIndices *indices = (CallIndices *)self->indices;
-    (void)args;
-    const int inactive = are_hooks_inactive(self), plain = inactive ? 0 : is_plain_pass();
-    if (inactive < 0 || plain < 0)
-        return NULL;
-    if (!plain)
-        Py_RETURN_FALSE;
-    PyObject *number = PyObject_GetAttr(self->clock, name_micro_step_index);
+/* Begins a call of a module. 1 if it did; 0 if Python code has to do it: see `PlainCalls.enter`. -1 with an exception set. */
+static int begin_call(CallIndices *indices, PyObject *clock) {
+    const int plain = is_plain_pass();
+    if (plain != 1)
+        return plain;
+    PyObject *number = PyObject_GetAttr(clock, name_micro_step_index);
     const long long micro_step_index = number ? PyLong_AsLongLong(number) : -1;
     Py_XDECREF(number);
     if (PyErr_Occurred())
-        return NULL;
+        return -1;
     /* A call of this thread from an earlier micro-step was ended by an exception. */
     if (indices->is_open && (indices->open_micro_step == micro_step_index || !is_open_here(indices)))
-        Py_RETURN_FALSE;
+        return 0;
     start_micro_step(indices, micro_step_index);
     indices->open_index = indices->latest = indices->next++;
     indices->open_micro_step = micro_step_index;
     indices->thread = PyThread_get_thread_ident();
     indices->is_open = 1;
-    Py_RETURN_TRUE;
+    return 1;
+}
+
+static PyObject *calls_enter(PlainCalls *self, PyObject *args) {
+    (void)args;
+    const int inactive = are_hooks_inactive(self->clock);
+    const int begun = inactive ? -inactive : begin_call((CallIndices *)self->indices, self->clock);
+    return inactive < 0 || (!inactive && begun < 0) ? NULL : PyBool_FromLong(begun == 1);
 }
 
 /* Registers an object as a hook of a tensor, as `Tensor.register_hook` does, but without a handle. Its keys are negative, because those
@@ -526,7 +556,7 @@ static int change(PyObject *function, PyObject **output, long long index) {
 
 static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
     CallIndices *indices = (CallIndices *)self->indices;
-    const int inactive = are_hooks_inactive(self);
+    const int inactive = are_hooks_inactive(self->clock);
     if (inactive < 0)
         return NULL;
     if (inactive || !is_open_here(indices))
@@ -639,11 +669,481 @@ static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook"
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                     gradient_slots};
 
+/* ---------------------------------------------------------------------------------------------------------------- functions */
+
+enum { MAX_OWNERS = 4, MAX_FRAMES = 32 };
+
+typedef struct {
+    PyObject_HEAD PyObject *frame, *observers, *leaf_hooks, *given_call, *firing, *counts, *called, *obstacles, *gradients, *compiled,
+        *pause_reason;
+    char is_paused, has_switched_mode;
+} FunctionCall;
+
+HOLDER(function_call, 11)
+
+static PyObject *new_function_call(PyTypeObject *class, PyObject *frame, PyObject *observers, PyObject *leaf_hooks, PyObject *call,
+                                   PyObject *firing) {
+    FunctionCall *self = (FunctionCall *)allocate(class);
+    if (!self)
+        return NULL;
+    self->frame = Py_NewRef(frame);
+    self->observers = Py_NewRef(observers);
+    self->leaf_hooks = Py_NewRef(leaf_hooks);
+    self->given_call = Py_NewRef(call);
+    self->firing = Py_NewRef(firing);
+    self->pause_reason = Py_NewRef(Py_None);
+    self->compiled = PyTuple_New(0);
+    PyObject **const dicts[] = {&self->counts, &self->called, &self->obstacles, &self->gradients};
+    for (size_t i = 0; i < sizeof dicts / sizeof *dicts; i++)
+        *dicts[i] = PyDict_New();
+    if (!PyErr_Occurred())
+        return (PyObject *)self;
+    Py_DECREF((PyObject *)self);
+    return NULL;
+}
+
+static PyObject *function_call_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
+    PyObject *frame, *observers, *leaf_hooks, *call, *firing;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OO!OOO", &frame, &PyDict_Type, &observers, &leaf_hooks, &call, &firing))
+        return NULL;
+    return new_function_call(class, frame, observers, leaf_hooks, call, firing);
+}
+
+static void function_call_dealloc(PyObject *self) { release(self, function_call_clear); }
+
+#define MEMBER(NAME, FLAGS) {#NAME, T_OBJECT, offsetof(FunctionCall, NAME), FLAGS, NULL}
+static PyMemberDef function_call_members[] = {
+    MEMBER(frame, READONLY),
+    MEMBER(observers, READONLY),
+    MEMBER(leaf_hooks, READONLY),
+    MEMBER(given_call, 0),
+    MEMBER(firing, READONLY),
+    MEMBER(counts, READONLY),
+    MEMBER(called, READONLY),
+    MEMBER(obstacles, READONLY),
+    MEMBER(gradients, READONLY),
+    MEMBER(compiled, 0),
+    MEMBER(pause_reason, 0),
+    {"is_paused", T_BOOL, offsetof(FunctionCall, is_paused), READONLY, NULL},
+    {"has_switched_mode", T_BOOL, offsetof(FunctionCall, has_switched_mode), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot function_call_slots[] = {
+    {Py_tp_doc, "A call of a module whose functions are hooked."},
+    {Py_tp_new, function_call_new},
+    {Py_tp_members, function_call_members},
+    {Py_tp_traverse, function_call_traverse},
+    {Py_tp_clear, function_call_clear},
+    {Py_tp_dealloc, function_call_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec function_call_spec = {"instrument.stats.native.FunctionCall", sizeof(FunctionCall), 0,
+                                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, function_call_slots};
+
+static FunctionCall *as_function_call(PyObject *object) {
+    return PyObject_TypeCheck(object, function_call_type) ? (FunctionCall *)object : NULL;
+}
+
+typedef struct {
+    PyObject_HEAD PyObject *mode, *known, *running, *codes, *observe, *finish;
+} FunctionObserver;
+
+HOLDER(observer, 6)
+
+/* A module call that a function call belongs to, and what records the result. */
+typedef struct {
+    FunctionCall *running;
+    Recording *recording;
+    PyObject *path;
+} FunctionOwner;
+
+static PyObject *observer_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
+    PyObject *mode, *known, *running, *codes, *observe, *finish;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OO!O!O!OO", &mode, &PyDict_Type, &known, &PyList_Type, &running, &PyDict_Type, &codes,
+                          &observe, &finish))
+        return NULL;
+    FunctionObserver *self = (FunctionObserver *)allocate(class);
+    if (!self)
+        return NULL;
+    self->mode = Py_NewRef(mode);
+    self->known = Py_NewRef(known);
+    self->running = Py_NewRef(running);
+    self->codes = Py_NewRef(codes);
+    self->observe = Py_NewRef(observe);
+    self->finish = Py_NewRef(finish);
+    return (PyObject *)self;
+}
+
+static void observer_dealloc(PyObject *self) { release(self, observer_clear); }
+
+static int is_module_call(PyObject *frame) {
+    return is_object((PyObject *)PyFrame_GetCode((PyFrameObject *)frame), functions[CODE]);
+}
+
+/* Returns the caller of a frame, whose reference it steals; NULL for none, or with an exception set. */
+static PyObject *caller(PyObject *frame) {
+    PyObject *back = PyObject_GetAttr(frame, name_f_back);
+    Py_DECREF(frame);
+    if (back == Py_None)
+        Py_CLEAR(back);
+    return back;
+}
+
+/* Returns the frame of the innermost module that runs, outside of the function that calls this code. NULL if there is none, or if compiled
+   code or a hook of this package runs in it: their code objects are in `codes`, which may be NULL. */
+static PyObject *innermost_module(PyObject *codes) {
+    PyObject *frame = Py_XNewRef((PyObject *)PyEval_GetFrame());
+    for (frame = frame ? caller(frame) : NULL; frame; frame = caller(frame)) {
+        PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        Py_DECREF(code); /* the frame holds it */
+        if (code == functions[CODE])
+            return frame;
+        PyObject *key = codes ? PyLong_FromVoidPtr(code) : NULL;
+        const int is_other = key ? PyDict_Contains(codes, key) : codes ? -1 : 0;
+        Py_XDECREF(key);
+        if (is_other) {
+            Py_DECREF(frame);
+            return NULL;
+        }
+    }
+    return NULL;
+}
+
+/* Finds the call of a module that a function call belongs to, for one spec: (its name, the name of the function, whether it selects only
+   functions that the module calls itself). 1 if its result can be recorded, 0 if it belongs to none, -1 if Python code is needed. */
+static int find_owner(FunctionObserver *self, PyObject *selection, PyObject *frame, FunctionOwner *owner) {
+    for (Py_ssize_t i = PyList_Size(self->running); i--;) {
+        FunctionCall *running = as_function_call(PyList_GetItem(self->running, i));
+        if (!running) /* a pause */
+            continue;
+        PyObject *observer = PyDict_GetItemWithError(running->observers, PyTuple_GetItem(selection, 0));
+        if (!observer && PyErr_Occurred())
+            return -1;
+        if (!observer)
+            continue;
+        if (PyTuple_GetItem(selection, 2) == Py_True && running->frame != frame)
+            return 0;
+        PyObject *direct = PyObject_GetAttr(observer, name_direct);
+        owner->running = (FunctionCall *)Py_NewRef((PyObject *)running);
+        owner->recording = (Recording *)direct;
+        const int is_plain = direct && Py_TYPE(direct) == recording_type &&
+                             attribute_is(running->firing, name_recompute, Py_False) == 1 &&
+                             attribute_is(owner->recording->clock, name_closed, Py_False) == 1;
+        return is_plain ? 1 : -1;
+    }
+    return 0;
+}
+
+/* Counts the call of a function in a call of a module, and sets its path. 0, or -1 with an exception set. */
+static int count_function(FunctionOwner *owner, PyObject *selection, PyObject *paths) {
+    PyObject *counts = owner->running->counts, *called = owner->running->called, *attached = owner->recording->counts;
+    PyObject *number = PyDict_GetItemWithError(counts, selection);
+    const Py_ssize_t index = number ? PyLong_AsSsize_t(number) : 0;
+    PyObject *next = PyErr_Occurred() ? NULL : PyLong_FromSsize_t(index + 1);
+    int result = next ? PyDict_SetItem(counts, selection, next) : -1;
+    Py_XDECREF(next);
+    const int is_called = result ? -1 : PyDict_Contains(called, attached);
+    if (is_called < 1)
+        result = is_called ? -1 : PyDict_SetItem(called, attached, Py_False);
+    while (!result && index >= PyList_Size(paths)) {
+        PyObject *path = PyUnicode_FromFormat("%U.%zd", PyTuple_GetItem(selection, 1), PyList_Size(paths));
+        result = path ? PyList_Append(paths, path) : -1;
+        Py_XDECREF(path);
+    }
+    if (!result)
+        owner->path = Py_NewRef(PyList_GetItem(paths, index));
+    return result;
+}
+
+/* Passes a result to Python code for the owners that cannot record it here: it is not one plain tensor. 0, or -1 with an exception set. */
+static int finish_result(FunctionObserver *self, const FunctionOwner *owners, Py_ssize_t count, PyObject *function, PyObject *name,
+                         PyObject *args, PyObject *kwargs, PyObject *result) {
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = 0; left && i < count; i++) {
+        PyObject *owner = PyTuple_Pack(3, (PyObject *)owners[i].running, owners[i].recording->counts, owners[i].path);
+        if (!owner || PyList_Append(left, owner))
+            Py_CLEAR(left);
+        Py_XDECREF(owner);
+    }
+    PyObject *done = left ? PyObject_CallFunctionObjArgs(self->finish, function, name, left, args, kwargs, result, NULL) : NULL;
+    Py_XDECREF(left);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static PyObject *observer_call(FunctionObserver *self, PyObject *given, PyObject *unused) {
+    PyObject *function, *args, *kwargs, *frame = NULL, *result = NULL;
+    FunctionOwner owners[MAX_OWNERS] = {{NULL, NULL, NULL}};
+    Py_ssize_t count = 0;
+    (void)unused;
+    if (PyTuple_Size(given) != 3)
+        return PyErr_Format(PyExc_TypeError, "expected a function, its arguments and its keyword arguments");
+    function = PyTuple_GetItem(given, 0);
+    args = PyTuple_GetItem(given, 1);
+    kwargs = PyTuple_GetItem(given, 2);
+    PyObject *known = PyTuple_Check(args) && (kwargs == Py_None || PyDict_Check(kwargs)) ? PyDict_GetItemWithError(self->known, function) : NULL;
+    if (known == Py_None)
+        return PyObject_Call(function, args, kwargs == Py_None ? NULL : kwargs);
+    int is_plain = known && PyTuple_GetItem(known, 2) == Py_True;
+    PyObject *selections = is_plain ? Py_NewRef(PyTuple_GetItem(known, 1)) : NULL, *paths = is_plain ? Py_NewRef(PyTuple_GetItem(known, 3)) : NULL;
+    PyObject *name = is_plain ? Py_NewRef(PyTuple_GetItem(known, 0)) : NULL;
+    if (is_plain && PyTuple_Size(selections) <= MAX_OWNERS && is_object(PyObject_CallNoArgs(functions[TRANSFORM]), Py_None) == 1)
+        frame = innermost_module(self->codes);
+    PyObject *selected[MAX_OWNERS];
+    is_plain = frame != NULL;
+    for (Py_ssize_t i = 0; is_plain && i < PyTuple_Size(selections); i++) {
+        selected[count] = PyTuple_GetItem(selections, i);
+        const int found = find_owner(self, selected[count], frame, &owners[count]);
+        count += found != 0;
+        is_plain = found >= 0;
+    }
+    if (!known && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError)) /* a function that cannot be hashed */
+        PyErr_Clear();
+    int error = PyErr_Occurred() != NULL;
+    for (Py_ssize_t i = 0; is_plain && !error && i < count; i++)
+        error = count_function(&owners[i], selected[i], paths);
+    if (!error && !is_plain)
+        result = PyObject_CallFunctionObjArgs(self->observe, function, args, kwargs, NULL);
+    else if (!error) {
+        result = PyObject_Call(function, args, kwargs == Py_None ? NULL : kwargs);
+        for (Py_ssize_t i = 0; result && i < count; i++) {
+            const int added = record_at(owners[i].recording, result, owners[i].path, owners[i].running->firing);
+            error = added == 1 ? PyDict_SetItem(owners[i].running->called, owners[i].recording->counts, Py_True)
+                    : added    ? -1
+                               : finish_result(self, &owners[i], count - i, function, name, args, kwargs, result);
+            if (error)
+                Py_CLEAR(result);
+            if (!added)
+                break;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_XDECREF((PyObject *)owners[i].running);
+        Py_XDECREF(owners[i].path);
+        Py_XDECREF((PyObject *)owners[i].recording);
+    }
+    Py_XDECREF(frame);
+    Py_XDECREF(selections);
+    Py_XDECREF(paths);
+    Py_XDECREF(name);
+    return result;
+}
+
+static PyType_Slot observer_slots[] = {
+    {Py_tp_doc, "Calls the functions that a mode sees, and records their results."},
+    {Py_tp_new, observer_new},
+    {Py_tp_call, observer_call},
+    {Py_tp_traverse, observer_traverse},
+    {Py_tp_clear, observer_clear},
+    {Py_tp_dealloc, observer_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec observer_spec = {"instrument.stats.native.FunctionObserver", sizeof(FunctionObserver), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, observer_slots};
+
+typedef struct {
+    PyObject_HEAD PyObject *clock, *indices, *threads, *calls, *class, *observers, *leaf_hooks;
+    PyObject *observer, *firing; /* of the latest call that `begin_call` began */
+    long long index;             /* of this call */
+    int is_shared;
+} FunctionCalls;
+
+HOLDER(functions, 9)
+
+static PyObject *functions_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
+    PyObject *clock, *indices, *threads, *calls, *running_class, *observers, *leaf_hooks;
+    int is_shared;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OO!pOOO!O!O", &clock, indices_type, &indices, &is_shared, &threads, &calls, &PyType_Type,
+                          &running_class, &PyDict_Type, &observers, &leaf_hooks))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)running_class, function_call_type))
+        return PyErr_Format(PyExc_TypeError, "the class must be derived from FunctionCall");
+    FunctionCalls *self = (FunctionCalls *)allocate(class);
+    if (!self)
+        return NULL;
+    self->clock = Py_NewRef(clock);
+    self->indices = Py_NewRef(indices);
+    self->threads = Py_NewRef(threads);
+    self->calls = Py_NewRef(calls);
+    self->class = Py_NewRef(running_class);
+    self->observers = Py_NewRef(observers);
+    self->leaf_hooks = Py_NewRef(leaf_hooks);
+    self->is_shared = is_shared;
+    return (PyObject *)self;
+}
+
+static void functions_dealloc(PyObject *self) { release(self, functions_clear); }
+
+/* Returns the observer of this thread's mode; NULL if Python code is needed. */
+static FunctionObserver *observer_here(FunctionCalls *self) {
+    PyObject *mode = PyObject_GetAttr(self->threads, name_mode);
+    PyObject *observer = mode ? PyObject_GetAttr(mode, name_observe) : NULL;
+    Py_XDECREF(mode);
+    if (observer && Py_TYPE(observer) != observer_type)
+        Py_CLEAR(observer);
+    return (FunctionObserver *)observer;
+}
+
+/* Whether a mode is the innermost active one. 2 if no mode is active, 0 if another one is the innermost. -1 with an exception set. */
+static int is_innermost(PyObject *mode) {
+    PyObject *depth = PyObject_CallNoArgs(functions[MODES]);
+    const long modes = depth ? PyLong_AsLong(depth) : -1;
+    Py_XDECREF(depth);
+    return modes < 1 ? (modes < 0 ? -1 : 2) : is_object(PyObject_CallFunction(functions[MODE_AT], "l", modes - 1), mode);
+}
+
+/* Whether a frame runs, at most `MAX_FRAMES` frames further out than another one. -1 with an exception set. */
+static int is_close(PyObject *frame, PyObject *inner) {
+    PyObject *outer = Py_NewRef(inner);
+    for (int i = 0; outer && outer != frame && i < MAX_FRAMES; i++)
+        outer = caller(outer);
+    const int result = PyErr_Occurred() ? -1 : outer == frame;
+    Py_XDECREF(outer);
+    return result;
+}
+
+/* Whether a mode is active, if a call of a module can start in a frame without other changes; -1 if Python code is needed. */
+static int is_active_at_start(FunctionObserver *observer, PyObject *frame) {
+    const Py_ssize_t count = PyList_Size(observer->running);
+    if (PyDict_Contains(PyImport_GetModuleDict(), compiler_module) && attribute_is(observer->mode, name_knows_compiler, Py_True) != 1)
+        return -1;
+    if (count) { /* PyTorch calls no hook after an interrupt */
+        PyObject *outer = PyObject_GetAttr(PyList_GetItem(observer->running, count - 1), name_frame);
+        const int is_running = outer ? is_close(outer, frame) : -1;
+        Py_XDECREF(outer);
+        if (is_running != 1)
+            return -1;
+    }
+    const int innermost = is_innermost(observer->mode);
+    return innermost == 2 ? 0 : innermost ? innermost : is_object(PyObject_CallMethodObjArgs(observer->mode, name_is_active, NULL), Py_True);
+}
+
+static PyObject *functions_enter(FunctionCalls *self, PyObject *given) {
+    PyObject *group, *args, *call = NULL, *firing = NULL, *running = NULL;
+    CallIndices *indices = (CallIndices *)self->indices;
+    if (PyTuple_Size(given) != 2)
+        return PyErr_Format(PyExc_TypeError, "expected a hook group and the arguments of its module");
+    group = PyTuple_GetItem(given, 0);
+    args = PyTuple_GetItem(given, 1);
+    const int is_run = !are_hooks_inactive(self->clock) && is_object(PyObject_CallNoArgs(functions[COMPILER]), Py_None) == 1;
+    FunctionObserver *observer = is_run ? observer_here(self) : NULL;
+    PyObject *frame = observer ? innermost_module(NULL) : NULL;
+    const int is_active = frame ? is_active_at_start(observer, frame) : -1;
+    if (is_active >= 0) {
+        const int begun = self->is_shared ? 0 : begin_call(indices, self->clock);
+        if (begun == 1) {
+            call = Py_NewRef(Py_None);
+            firing = self->firing && self->index == indices->open_index ? Py_NewRef(self->firing) : firing_of_call(indices->open_index);
+        } else if (!begun) {
+            call = PyObject_CallMethodObjArgs(self->calls, name_enter, group, args, NULL);
+            firing = call ? PyObject_CallMethodObjArgs(call, name_firing, NULL) : NULL;
+        }
+        running = firing ? new_function_call((PyTypeObject *)self->class, frame, self->observers, self->leaf_hooks, call, firing) : NULL;
+        if (running) {
+            ((FunctionCall *)running)->has_switched_mode = !is_active;
+            if ((!is_active && is_object(PyObject_CallFunctionObjArgs(functions[PUSH_MODE], observer->mode, NULL), Py_None) < 0) ||
+                PyList_Append(observer->running, running))
+                Py_CLEAR(running);
+        }
+        if (running && begun == 1) {
+            PyObject *old_firing = self->firing, *old_observer = self->observer;
+            self->firing = Py_NewRef(firing);
+            self->observer = Py_NewRef((PyObject *)observer);
+            self->index = indices->open_index;
+            Py_XDECREF(old_firing);
+            Py_XDECREF(old_observer);
+        }
+        Py_XDECREF(call);
+        Py_XDECREF(firing);
+    }
+    Py_XDECREF(frame);
+    Py_XDECREF((PyObject *)observer);
+    Py_XDECREF(running);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(running != NULL);
+}
+
+/* Counts the firings of a call of a module that has ended. 0, or -1 with an exception set. */
+static int update_coverage(FunctionCall *running) {
+    PyObject *observer, *has_fired;
+    int have_fired = PyDict_Size(running->called) == PyDict_Size(running->observers) ? attribute_is(running->firing, name_recompute, Py_False) : 0;
+    for (Py_ssize_t i = 0; have_fired == 1 && PyDict_Next(running->called, &i, NULL, &has_fired);)
+        have_fired = has_fired == Py_True;
+    for (Py_ssize_t i = 0; have_fired == 1 && PyDict_Next(running->called, &i, &observer, NULL);) {
+        ((FiringCounts *)observer)->opportunities++;
+        ((FiringCounts *)observer)->firings++;
+    }
+    return have_fired ? have_fired - 1 : is_object(PyObject_CallMethodObjArgs((PyObject *)running, name_update_coverage, NULL), Py_None);
+}
+
+/* Removes the innermost active mode, if it is the expected one. Returns whether it did. */
+static int pop_mode(PyObject *mode) {
+    PyObject *popped = PyObject_CallNoArgs(functions[POP_MODE]);
+    const int is_expected = popped == mode;
+    if (!popped) /* no mode is active */
+        PyErr_Clear();
+    else if (!is_expected)
+        Py_XDECREF(PyObject_CallFunctionObjArgs(functions[PUSH_MODE], popped, NULL));
+    Py_XDECREF(popped);
+    return is_expected;
+}
+
+static PyObject *functions_leave(FunctionCalls *self, PyObject *group) {
+    CallIndices *indices = (CallIndices *)self->indices;
+    FunctionObserver *observer = NULL;
+    if (attribute_is(self->clock, name_closed, Py_False) == 1)
+        observer = self->observer && is_open_here(indices) ? (FunctionObserver *)Py_NewRef(self->observer) : observer_here(self);
+    const Py_ssize_t count = observer ? PyList_Size(observer->running) : 0;
+    FunctionCall *running = count ? as_function_call(PyList_GetItem(observer->running, count - 1)) : NULL;
+    Py_XINCREF((PyObject *)running);
+    PyObject *frame = running ? Py_XNewRef((PyObject *)PyEval_GetFrame()) : NULL, *inside = frame ? caller(frame) : NULL;
+    const int has_raised = inside && is_module_call(inside);
+    PyObject *outside = inside ? caller(inside) : NULL;
+    const int is_plain = outside && !has_raised && running->frame == outside && (!running->has_switched_mode || pop_mode(observer->mode));
+    if (is_plain && !PyList_SetSlice(observer->running, count - 1, count, NULL)) {
+        if (is_open_here(indices))
+            indices->is_open = 0;
+        else
+            Py_XDECREF(PyObject_CallMethodObjArgs(self->calls, name_leave, group, NULL));
+        if (!PyErr_Occurred())
+            update_coverage(running);
+    }
+    Py_XDECREF(outside);
+    Py_XDECREF((PyObject *)running);
+    Py_XDECREF((PyObject *)observer);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(is_plain);
+}
+
+static PyMethodDef functions_methods[] = {
+    {"enter", (PyCFunction)functions_enter, METH_VARARGS, "enter(group, args) -> bool"},
+    {"leave", (PyCFunction)functions_leave, METH_O, "leave(group) -> bool"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot functions_slots[] = {
+    {Py_tp_doc, "Starts and ends the observation of the functions of a module."},
+    {Py_tp_new, functions_new},
+    {Py_tp_methods, functions_methods},
+    {Py_tp_traverse, functions_traverse},
+    {Py_tp_clear, functions_clear},
+    {Py_tp_dealloc, functions_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec functions_spec = {"instrument.stats.native.FunctionCalls", sizeof(FunctionCalls), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, functions_slots};
+
 /* ---------------------------------------------------------------------------------------------------------------- module */
 
 static PyMethodDef functions_of_module[] = {
     {"connect_torch", connect_torch, METH_VARARGS,
-     "connect_torch(transform, is tracing, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base) -> None"},
+     "connect_torch(transform, is tracing, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base, compiler, "
+     "modes, mode at, push mode, pop mode, code) -> None"},
     {"update_counts", update_counts, METH_O, "update_counts(counts) -> list"},
 };
 
@@ -657,6 +1157,7 @@ int add_plain_calls(PyObject *module) {
     NAMES(INTERN)
     no_path = PyUnicode_InternFromString("");
     minus_one = PyLong_FromLong(-1);
+    compiler_module = PyUnicode_InternFromString("torch._dynamo.eval_frame");
     for (size_t i = 0; i < sizeof functions_of_module / sizeof *functions_of_module; i++) {
         PyObject *function = PyCFunction_New(&functions_of_module[i], NULL);
         if (!function || PyModule_AddObjectRef(module, functions_of_module[i].ml_name, function))
@@ -667,6 +1168,8 @@ int add_plain_calls(PyObject *module) {
     indices_type = add_type(module, "CallIndices", &indices_spec);
     recording_type = add_type(module, "Recording", &recording_spec);
     gradient_type = add_type(module, "OutputGradientHook", &gradient_spec);
-    PyTypeObject *calls_type = add_type(module, "PlainCalls", &calls_spec);
-    return counts_type && indices_type && recording_type && gradient_type && calls_type && !PyErr_Occurred() ? 0 : -1;
+    observer_type = add_type(module, "FunctionObserver", &observer_spec);
+    function_call_type = add_type(module, "FunctionCall", &function_call_spec);
+    const int are_added = add_type(module, "PlainCalls", &calls_spec) && add_type(module, "FunctionCalls", &functions_spec);
+    return counts_type && indices_type && recording_type && gradient_type && observer_type && function_call_type && are_added && !PyErr_Occurred() ? 0 : -1;
 }

@@ -12,12 +12,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Context, Rows
@@ -26,11 +35,22 @@ from ..actions.intervention import Intervention, describe, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
 from ..errors import HookError, InstrumentError, user_code_location
+from ..plan.function_calls import Selection
 from ..values.nested import structure
 from .clock import FIRST_CALL, FiringIndex, graph_task
-from .gradient_hooks import register_at_base
+from .gradient_hooks import LeafHooks, register_at_base
 
-__all__ = ["CallIndices", "FiringCounts", "PlainCalls", "Recording", "update_counts"]  # of the C extension
+# Of the C extension.
+__all__ = [
+    "CallIndices",
+    "FiringCounts",
+    "FunctionCall",
+    "FunctionCalls",
+    "FunctionObserver",
+    "PlainCalls",
+    "Recording",
+    "update_counts",
+]
 
 current_transform = torch._C._functorch.peek_interpreter_stack
 """Returns the transform of torch.func that runs this code; None without one."""
@@ -42,7 +62,17 @@ firing_of = lru_cache(4096)(FiringIndex)
 """Returns a cached `FiringIndex`. It runs no Python code for one that is in the cache."""
 
 try:
-    from ..stats.native import CallIndices, FiringCounts, PlainCalls, Recording, connect_torch, update_counts
+    from ..stats.native import (
+        CallIndices,
+        FiringCounts,
+        FunctionCall,
+        FunctionCalls,
+        FunctionObserver,
+        PlainCalls,
+        Recording,
+        connect_torch,
+        update_counts,
+    )
 
     connect_torch(
         current_transform,
@@ -53,6 +83,12 @@ try:
         OrderedDict,
         firing_of,
         register_at_base,
+        get_eval_frame_callback,
+        _len_torch_function_stack,
+        _get_function_stack_at,
+        _push_on_torch_function_stack,
+        _pop_torch_function_stack,
+        nn.Module._call_impl.__code__,
     )
 # Installed without a C compiler.
 except ImportError:
@@ -90,10 +126,29 @@ except ImportError:
         def end_open_call(self) -> None:
             """Do nothing: no call is open."""
 
-    class Recording:  # type: ignore[no-redef]
-        """For type checks. It has no objects, and neither has `PlainCalls`."""
+    @dataclass(slots=True, eq=False)
+    class FunctionCall:  # type: ignore[no-redef]
+        """A call of a module whose functions are hooked; see `HookedModule`."""
 
-    PlainCalls = Recording  # type: ignore[misc, assignment]
+        frame: FrameType
+        observers: dict[str, AttachedHook]
+        leaf_hooks: LeafHooks
+        given_call: Any  # a `Call`
+        firing: FiringIndex
+        counts: dict[Selection, int] = field(default_factory=dict)
+        # The hooks whose functions were called, by code that is not compiled, and whether they fired.
+        called: dict[AttachedHook, bool] = field(default_factory=dict)
+        obstacles: dict[AttachedHook, str] = field(default_factory=dict)
+        gradients: dict[AttachedHook, Any] = field(default_factory=dict)
+        compiled: tuple[AttachedHook, ...] = ()
+        pause_reason: str | None = None
+        is_paused: bool = False
+        has_switched_mode: bool = False
+
+    class Recording:  # type: ignore[no-redef]
+        """For type checks. It has no objects, and neither have the other classes."""
+
+    PlainCalls = FunctionCalls = FunctionObserver = Recording  # type: ignore[misc, assignment]
 
 
 AttachedHook = Any

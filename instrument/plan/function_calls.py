@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from ..config.base import HookBase
+from ..config.base import HookBase, ObservationSpec
 from ..fields.globs import matches
 from ..runtime.lazy_compiler import compiler_entries, is_compiled_module
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
@@ -62,14 +62,31 @@ class RunningModule:
     frame: FrameType
     observers: Mapping[str, Any]  # of its functions, by the name of the spec
     is_paused: bool = False  # whether the mode is not active during this call
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)  # calls so far, by the names of spec and function
-    compiled: set[Any] = field(default_factory=set)  # the observers whose functions were called by compiled code
+    counts: dict[Selection, int] = field(default_factory=dict)  # calls so far of each function for each spec
+    compiled: tuple[Any, ...] = ()  # the observers whose functions were called by compiled code
     pause_reason: str | None = None  # why the mode was paused in it, if it was
     has_switched_mode: bool = False  # whether the mode became active, or inactive, when this call started
 
 
+class Selection(NamedTuple):
+    """A function that a spec selects; `own`: only where a matched module calls it itself."""
+
+    spec: str
+    function: str
+    own: bool
+
+
+class ObservedFunction(NamedTuple):
+    """What is known of a function that any spec selects."""
+
+    name: str
+    selections: tuple[Selection, ...]
+    is_plain: bool  # whether all specs only record complete results
+    paths: list[str]  # of its calls, as far as they are known: `softmax.0`, `softmax.1`, ...
+
+
 class Owner(NamedTuple):
-    """The call of a module that a function call belongs to, for one spec, its observer, and the path of the function call: `softmax.0`."""
+    """The call of a module that a function call belongs to, for one spec, its observer, and the path of the function call."""
 
     running: Any
     observer: Any
@@ -86,10 +103,11 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, specs: Sequence[HookBase], own_hooks: Iterable[Callable[..., Any]]) -> None:
         super().__init__()
         self.specs = specs
-        self.running: list[RunningModule] = []
+        self.running: list[Any] = []  # each a `RunningModule`, or an object with its attributes
         # By the `id` of a code object: whether compiled code runs in it, or one of `own_hooks`.
-        self._is_compiled_code = {id(hook.__code__): False for hook in own_hooks}
-        self._known: dict[Any, tuple[str, list[HookBase]] | None] = {}
+        self.is_compiled_code = {id(hook.__code__): False for hook in own_hooks}
+        self.knows_compiler = False  # whether `is_compiled_code` has the code of the compiler
+        self.known: dict[Any, ObservedFunction | None] = {}  # functions, None if no spec selects it
 
     def selects(self, spec: HookBase, name: str) -> bool:
         """Return whether calls of a function are observed for a spec."""
@@ -104,54 +122,68 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_compiling():  # the compiler traces this method, and finds nothing to add
+        if is_dynamo_compiling():  # the compiler traces this method, and finds nothing to add
             return func(*args, **(kwargs or {}))
-        try:
-            known = self._known[func]
-        except (KeyError, TypeError):  # a type error: a function that cannot be hashed
-            known = self._look_up(func)
-        if known is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        owners = self._owners(*known)
-        kwargs = kwargs or {}
-        return self.run(func, known[0], owners, args, kwargs) if owners else func(*args, **kwargs)
+        return self.observe(func, args, kwargs)
 
-    def _look_up(self, function: Any) -> tuple[str, list[HookBase]] | None:
-        """Return the name of a function and the specs that select it; None if no spec does."""
-        self._is_compiled_code.update(compiler_entries())
+    def observe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Call a function, and observe it if a spec selects it."""
+        try:
+            known = self.known[function]
+        except (KeyError, TypeError):  # a type error: a function that cannot be hashed
+            known = self._look_up(function)
+        kwargs = kwargs or {}
+        if known is None or is_compiling():
+            return function(*args, **kwargs)
+        owners = self._owners(known.selections)
+        return self.run(function, known.name, owners, args, kwargs) if owners else function(*args, **kwargs)
+
+    def _look_up(self, function: Any) -> ObservedFunction | None:
+        """Return what is known of a function; None if no spec selects it."""
+        self._know_compiler()
         name = function_name(function)
         specs = [] if name is None else [spec for spec in self.specs if self.selects(spec, name)]
-        known = None if name is None or not specs else (name, specs)
-        if len(self._known) >= _MAX_FUNCTIONS:  # code that creates functions must not fill the memory
-            self._known.clear()
+        known = None
+        if name is not None and specs:
+            selections = tuple(Selection(spec.name, name, spec.own) for spec in specs)
+            are_records = all(isinstance(spec, ObservationSpec) for spec in specs)
+            is_plain = are_records and all(spec.tensor_role == "output" and spec.path is None for spec in specs)
+            known = ObservedFunction(name, selections, is_plain, [])
+        if len(self.known) >= _MAX_FUNCTIONS:  # code that creates functions must not fill the memory
+            self.known.clear()
         if function.__hash__ is not None:
-            self._known[function] = known
+            self.known[function] = known
         return known
 
-    def _owners(self, name: str, specs: Sequence[HookBase]) -> list[Owner]:
+    def _know_compiler(self) -> None:
+        entries = compiler_entries()
+        self.is_compiled_code.update(entries)
+        self.knows_compiler = bool(entries)
+
+    def _owners(self, selections: Iterable[Selection]) -> list[Owner]:
         """Return the module calls that a call of a function belongs to, and count the call in each."""
         frame, is_compiled = self._calling_module()
         owners = []
-        for spec in specs if frame is not None else ():
+        for selection in selections if frame is not None else ():
             for running in reversed(self.running):
-                observer = running.observers.get(spec.name)
+                observer = running.observers.get(selection.spec)
                 if observer is None:
                     continue
                 if is_compiled:
-                    running.compiled.add(observer)
-                elif not spec.own or running.frame is frame:
-                    number = running.counts.get((spec.name, name), 0)
-                    running.counts[spec.name, name] = number + 1
-                    owners.append(Owner(running, observer, f"{name}.{number}"))
+                    running.compiled = tuple({*running.compiled, observer})
+                elif not selection.own or running.frame is frame:
+                    number = running.counts.get(selection, 0)
+                    running.counts[selection] = number + 1
+                    owners.append(Owner(running, observer, f"{selection.function}.{number}"))
                 break
         return owners
 
     def _calling_module(self) -> tuple[FrameType | None, bool]:
         """Return the frame of the innermost module that runs, and whether compiled code calls the function."""
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(1)
         is_compiled = False
         while frame is not None and frame.f_code is not _CALL:
-            known = self._is_compiled_code.get(id(frame.f_code))
+            known = self.is_compiled_code.get(id(frame.f_code))
             if known is False:
                 return None, False
             is_compiled |= known is True
@@ -163,12 +195,12 @@ class FunctionMode(TorchFunctionMode):
         frames = [each.frame for each in self.running[:] if not set(observers).isdisjoint(each.observers.values())]
         return any(_is_running(frame, top) for frame in frames for top in sys._current_frames().values())
 
-    def enter(self, running: RunningModule) -> None:
+    def enter(self, running: Any) -> None:
         # PyTorch calls no hook after an interrupt.
         while self.running and not _is_running(self.running[-1].frame, sys._getframe()):
             self._end_last()
-        self._is_compiled_code.update(compiler_entries())
-        running.has_switched_mode = self._is_active() == running.is_paused
+        self._know_compiler()
+        running.has_switched_mode = self.is_active() == running.is_paused
         if running.has_switched_mode:
             self._switch(activate=not running.is_paused)
         self.running.append(running)
@@ -183,7 +215,7 @@ class FunctionMode(TorchFunctionMode):
         if self.running and self.running[-1].is_paused:
             self._end_last()
 
-    def leave(self, frame: FrameType | None, *, is_paused: bool = False) -> RunningModule | None:
+    def leave(self, frame: FrameType | None, *, is_paused: bool = False) -> Any:
         """End the call, or the pause, of the module that runs in a frame. Return None if its start was not seen."""
         for ended in reversed(self.running):
             if ended.frame is frame and ended.is_paused is is_paused:
@@ -195,16 +227,16 @@ class FunctionMode(TorchFunctionMode):
     def leave_all(self) -> None:
         while self.running:
             self._end_last()
-        if self._is_active():  # an interrupt ended `enter` half-way
+        if self.is_active():  # an interrupt ended `enter` half-way
             self._switch(activate=False)
 
-    def _end_last(self) -> RunningModule:
+    def _end_last(self) -> Any:
         running = self.running.pop()
         if running.has_switched_mode:
             self._switch(activate=running.is_paused)
         return running
 
-    def _is_active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the mode is in PyTorch's stack."""
         if not (depth := _len_torch_function_stack()):
             return False
@@ -215,7 +247,7 @@ class FunctionMode(TorchFunctionMode):
         if activate:
             _push_mode(self)
             return
-        if not self._is_active():
+        if not self.is_active():
             # After an interrupt, the end of a `with` block of another mode removed this one instead of its own.
             if _get_current_function_mode_stack():
                 _pop_mode()

@@ -58,7 +58,7 @@ def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | 
         return hook(*args)
 
     # All wrappers have this code. The compiler would trace it for each hook and number of arguments, and warn at its limit.
-    _skip(wrapper)
+    run_outside_of_graphs(wrapper, with_calls=False)
     return wrapper
 
 
@@ -68,14 +68,15 @@ def excluded_method(method: Callable[..., Any]) -> MethodType:
     return MethodType(exclude_from_graphs(bound.__func__), bound.__self__)
 
 
-def run_outside_of_graphs(hook: Callable[..., Any]) -> None:
-    """Let a hook run as plain Python where the code that calls it is not part of a graph. In a graph, it is traced."""
-    _skip(hook, with_calls=True)
+def run_outside_of_graphs(hook: Callable[..., Any], *, with_calls: bool = True) -> None:
+    """Let a hook run as plain Python where the code that calls it is not part of a graph. In a graph, it is traced.
 
+    Like `torch._dynamo.eval_frame.skip_code`, which would import the compiler.
 
-def _skip(function: Callable[..., Any], *, with_calls: bool = False) -> None:
-    """Let the compiler run a function as plain Python, like `torch._dynamo.eval_frame.skip_code`, which would import it."""
-    code = cast(FunctionType, function).__code__
+    Args:
+        with_calls: Whether this includes the functions that it calls.
+    """
+    code = cast(FunctionType, hook).__code__
     if hasattr(eval_frame, "skip_code"):  # before PyTorch 2.7
         eval_frame.skip_code(code)
     else:

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +40,12 @@ def connect_torch(
     ordered_dict: type,
     firing: Callable[[int, int, bool, int], object],
     register_at_base: Callable[[Tensor, OutputGradientHook], None],
+    compiler: Callable[[], object],
+    modes: Callable[[], int],
+    mode_at: Callable[[int], object],
+    push_mode: Callable[[Any], None],
+    pop_mode: Callable[[], object],
+    code: CodeType,
 ) -> None: ...
 
 class FiringCounts:
@@ -95,3 +102,50 @@ class OutputGradientHook:
     @property
     def passes(self) -> set[int]: ...
     def __call__(self, gradient: Tensor | None, /) -> Tensor | None: ...
+
+class FunctionCall:
+    frame: FrameType
+    observers: dict[str, Any]
+    leaf_hooks: Any
+    given_call: Any
+    firing: Any
+    counts: dict[Any, int]
+    called: dict[Any, bool]
+    obstacles: dict[Any, str]
+    gradients: dict[Any, Any]
+    compiled: tuple[Any, ...]
+    pause_reason: str | None
+    is_paused: bool
+    has_switched_mode: bool
+    def __init__(
+        self, frame: FrameType, observers: dict[str, Any], leaf_hooks: object, call: object, firing: object, /
+    ) -> None: ...
+
+class FunctionObserver:
+    def __init__(
+        self,
+        mode: object,
+        known: dict[Any, Any],
+        running: list[Any],
+        codes: dict[int, bool],
+        observe: Callable[..., Any],
+        finish: Callable[..., None],
+        /,
+    ) -> None: ...
+    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, /) -> Any: ...
+
+class FunctionCalls:
+    def __init__(
+        self,
+        clock: object,
+        indices: CallIndices,
+        is_shared: bool,
+        threads: object,
+        calls: object,
+        function_call: type[FunctionCall],
+        observers: dict[str, Any],
+        leaf_hooks: object,
+        /,
+    ) -> None: ...
+    def enter(self, group: object, args: tuple[Any, ...], /) -> bool: ...
+    def leave(self, group: object, /) -> bool: ...

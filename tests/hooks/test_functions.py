@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import hook_runs
@@ -24,6 +30,9 @@ from torch.overrides import (
 from torch.utils.checkpoint import checkpoint
 
 import instrument
+from instrument.hooks.clock import FIRST_CALL
+from instrument.hooks.functions import FunctionHooks, HookedModule
+from instrument.stats.cpu_kernel import is_connected
 from instrument.tables.reasons import (
     AT_OTHER_STEPS,
     COMPILED,
@@ -35,6 +44,8 @@ from instrument.tables.reasons import (
     RAISED,
     TRANSFORMED,
 )
+
+FUNCTION: dict[str, Any] = {"layers": "**", "kind": "function", "functions": "*", "action": "record"}
 
 
 class Attention(nn.Module):
@@ -150,6 +161,115 @@ def test_plain_and_general_records_have_the_same_rows(monkeypatch: pytest.Monkey
     paths = ["chunk.0.0", "chunk.0.1", "chunk.0.1", "neg.0", "new_ones.0", "sum.0", "add.0"]
     assert [row["path"] for row in rows[0]] == paths
     assert repr(rows[0]) == repr(rows[1])
+
+
+def nested(inner: nn.Module, x: Tensor) -> Tensor:
+    """Call a module twice, and functions whose results are tuples, in place, `out`, without a result or of 0 dimensions."""
+    y = inner(inner(x).add_(1))
+    y[0] = torch.add(y[1].detach(), 1, out=torch.empty(4))
+    with suppress(RuntimeError):
+        torch.relu(torch.ones(2, dtype=torch.bool))
+    return y.chunk(2)[0].relu() * F.relu(y, inplace=False).sum()
+
+
+def recursive(inner: nn.Module, x: Tensor) -> Tensor:
+    """Call a module inside itself, and end one of its calls with an exception."""
+    if x.sum() > 5:
+        raise ValueError
+    try:
+        return inner(x + 1)
+    except ValueError:
+        return x.relu()
+
+
+def other_mode(inner: nn.Module, x: Tensor) -> Tensor:
+    """Call a module while the mode of other code is active, and a function in a transform."""
+    with Spy():
+        x = inner(x).relu()
+    return torch.func.vmap(torch.relu)(x)
+
+
+@pytest.mark.skipif(not is_connected, reason="without the compiled kernel, no hook runs in C")
+@pytest.mark.parametrize("function", [nested, recursive, other_mode])
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("segments", [False, True])
+def test_c_and_python_code_record_the_same(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], context: Callable[[], Any], segments: bool
+) -> None:
+    inner = Calls(lambda x: x.relu() + 1)
+    model = Calls(function, inner=inner)
+    if function is recursive:
+        inner = model.inner = Calls(lambda x: recursive(model.inner, x))
+    spec = {**FUNCTION, "stats": "all"}
+    specs = {
+        "all": spec,
+        "relu": {**spec, "functions": "relu", "own": True},
+        "outer": {**spec, "layers": "."},
+        "forward": {"layers": "inner", "kind": "forward", "action": "record"},
+        "grad": {**FUNCTION, "kind": "function_grad", "functions": "add"},
+        "some": {**spec, "functions": "relu", "calls": "1"},
+    }
+    results = []
+    for names in ([*specs], ["all"], ["relu", "outer"]):
+        for in_c in (True, False):
+            monkeypatch.setattr("instrument.hooks.functions.is_connected", in_c)
+            x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_(context is nullcontext)
+            hooks = {name: specs[name] for name in names}
+            with warnings.catch_warnings(action="ignore"), context(), instrument.attach(model, hooks) as probe:
+                for _ in range(3):
+                    output = checkpoint(model, x, use_reentrant=False) if segments else model(x)
+                    if output.requires_grad:
+                        output.sum().backward()
+                    probe.end_step()
+                    assert _get_current_function_mode_stack() == []
+            tables = [probe.sink.records(table) for table in ("stats", "coverage")]
+            assert len(tables[0]) > 8
+            results.append(repr(tables))
+        assert results[-2] == results[-1]
+
+
+@pytest.mark.skipif(not is_connected, reason="without the compiled kernel, no hook runs in C")
+def test_plain_calls_run_two_functions_of_the_hooks() -> None:
+    model, x = nn.Sequential(*(Calls(torch.relu) for _ in range(4))), torch.ones(2, 3, requires_grad=True)
+    called: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and "/instrument/hooks/" in frame.f_code.co_filename:
+            called[frame.f_code.co_name] += 1
+
+    with instrument.attach(model, {"h": {**FUNCTION, "layers": "*", "functions": "relu"}}) as probe:
+        for step in range(3):
+            sys.setprofile(count if step == 2 else None)
+            model(x)
+            sys.setprofile(None)
+            probe.end_step()
+    assert called == {"before": 4, "after": 4}
+    assert len(probe.sink.records("stats")) == 12
+
+
+@pytest.mark.skipif(not is_connected, reason="without the compiled kernel, no hook runs in C")
+def test_plain_calls_keep_no_objects(tmp_path: Path) -> None:
+    inner = nn.Sequential(Calls(lambda x: x.relu().chunk(2)[0] * 2), Calls(torch.neg))
+    model, x = nn.Sequential(inner, inner), torch.ones(4, 3, requires_grad=True)
+    specs = {"h": FUNCTION, "own": {**FUNCTION, "own": True}}
+    counts = []
+    with instrument.attach(model, specs, out=tmp_path / "run") as probe:
+        groups = [
+            each for each in gc.get_objects() if type(each) is FunctionHooks and each.module in [*model.modules()]
+        ]
+        mode = groups[0].threads.mode
+        for step in range(100):
+            with nullcontext() if step % 2 else torch.no_grad():
+                model(x)
+            probe.end_step()
+            known = mode.known[torch.neg]
+            kept = [x, torch.neg, mode, mode.observe, known, known.name, known.selections, *known.paths, FIRST_CALL]
+            kept += [each for group in groups for each in (group, group.scheduled, group.plain_calls, group.clock)]
+            if step % 40 == 39:
+                gc.collect()
+                counts.append([sys.getrefcount(each) for each in kept])
+                assert not any(isinstance(each, HookedModule) for each in gc.get_objects())
+    assert counts[0] == counts[1]
 
 
 def test_path_selects_one_call() -> None:
@@ -269,7 +389,7 @@ def test_functions_that_code_creates_do_not_fill_the_memory(monkeypatch: pytest.
             new = Unhashable()
             x = handle_torch_function(lambda y: y + 1, (x,), new(x))
             (mode,) = _get_current_function_mode_stack()
-            known.append(len(mode._known))
+            known.append(len(mode.known))
         return x
 
     _, probe = run(Calls(function), {"h": record("*")}, torch.zeros(1))
