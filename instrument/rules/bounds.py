@@ -35,18 +35,25 @@ except ImportError:
     def are_within(  # type: ignore[misc]
         numbers: FloatArray, bounds: bytes, metrics: Mapping[str, Any], names: tuple[str, ...], limits: bytes
     ) -> bool:
-        """Return whether all numbers are between their bounds, float64 [2, *shape of the numbers]. NaN, a missing value, is.
+        """Return whether numbers and metrics are within bounds.
 
-        The metrics with these names have to be between their limits, float64 [2, names]. A missing one is, NaN is not.
+        Args:
+            numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
+            bounds: For some statistics, the index, the lowest numbers of all rows and the highest ones: float64 [n, 1 + 2 * rows].
+            metrics: The metrics; a missing one is within all limits, NaN is not.
+            names: The names of those with limits.
+            limits: The lowest numbers and the highest ones, float64 [2, names].
         """
-        low, high = np.frombuffer(bounds).reshape(2, *numbers.shape)
+        rows = numbers.shape[-1]
+        at, low, high = np.split(np.frombuffer(bounds).reshape(-1, 1 + 2 * rows), [1, 1 + rows], axis=1)
+        values = numbers[at[:, 0].astype(np.int64)]
         of_names = zip(map(metrics.get, names), *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
         is_within = all(value is None or least <= value <= most for value, least, most in of_names)
-        return is_within and not ((numbers < low) | (numbers > high)).any()
+        return is_within and not ((values < low) | (values > high)).any()
 
 
 _LayoutBounds = tuple[Sequence[int], bytes]
-"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows, float64 [2, statistics, rows]."""
+"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows; see `are_within`."""
 _Kept = tuple[_LayoutBounds, RowLayout, FloatArray]
 
 
@@ -84,7 +91,7 @@ class StepBounds:
         """
         if not self._left or step > self._last or phase not in STEP_PHASES:
             return False
-        if len(layout.numbers):
+        if count := len(layout.numbers):
             if numbers is None:
                 return False
             statistics, values = numbers
@@ -94,7 +101,7 @@ class StepBounds:
             if not are_within(values, bounds[1], metrics, self._names, self._limits):
                 return False
             self._kept.append((bounds, layout, values))
-            self._rows += len(layout.numbers)
+            self._rows += count
         elif not are_within(_NO_NUMBERS, b"", metrics, self._names, self._limits):
             return False
         if phase == "train" and (loss := metrics.get("loss")) is not None:
@@ -110,8 +117,10 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        both = np.stack([self._low, self._high])[:, at[None], np.array(statistics)[:, None]]
-        bounds = self._of_layout[layout] = statistics, both.tobytes()
+        low, high = (bound[at[None], np.array(statistics)[:, None]] for bound in (self._low, self._high))
+        bounded = np.flatnonzero(((low > -math.inf) | (high < math.inf)).any(axis=1))
+        parts = bounded[:, None], low[bounded], high[bounded]
+        bounds = self._of_layout[layout] = statistics, np.concatenate(parts, axis=1).tobytes()
         return bounds
 
     def catch_up(self) -> None:

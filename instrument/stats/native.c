@@ -498,15 +498,23 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Whether each number is between its bounds, all lower ones of which precede the upper ones. NaN is within. */
+/* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, the lowest numbers of all rows, and the
+   highest ones. NaN is within. */
 static int numbers_are_within(const Py_buffer *numbers, const Py_buffer *bounds) {
-    const Py_ssize_t count = numbers->len / (Py_ssize_t)sizeof(double);
-    const double *x = numbers->buf, *low = bounds->buf, *high = low + count;
-    if (bounds->len != 2 * numbers->len)
+    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0, size = 1 + 2 * rows;
+    const Py_ssize_t count = bounds->len / (Py_ssize_t)sizeof(double);
+    if (count % size)
         return 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (x[i] < low[i] || x[i] > high[i])
+    for (const double *at = bounds->buf, *end = at + count; at < end; at += size) {
+        if (!(rows && *at >= 0 && *at < (double)numbers->shape[0]))
             return 0;
+        const double *x = (const double *)numbers->buf + (Py_ssize_t)*at * rows, *low = at + 1, *high = low + rows;
+        int outside = 0;
+        for (Py_ssize_t i = 0; i < rows; i++)
+            outside |= (x[i] < low[i]) | (x[i] > high[i]);
+        if (outside)
+            return 0;
+    }
     return 1;
 }
 
@@ -541,7 +549,7 @@ static PyObject *are_within(PyObject *self, PyObject *const *args, Py_ssize_t gi
         PyErr_SetString(PyExc_TypeError, "are_within takes numbers, bounds, metrics, a tuple of names, and limits");
         return NULL;
     }
-    while (got < 3 && !PyObject_GetBuffer(args[got == 2 ? 4 : got], &buffers[got], PyBUF_SIMPLE))
+    while (got < 3 && !PyObject_GetBuffer(args[got == 2 ? 4 : got], &buffers[got], PyBUF_C_CONTIGUOUS))
         got++;
     if (got == 3)
         within = metrics_are_within(args[2], args[3], &buffers[2]);

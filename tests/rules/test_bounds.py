@@ -158,9 +158,11 @@ def test_most_rules_do_not_read_an_uneventful_step(
 def test_kernel_compares_numbers_with_bounds_as_numpy_does(value: float) -> None:
     numbers = np.array([[0.0, -1e300], [value, 1.0]])
     low, high = np.array([[0.0, -np.inf], [0.0, 1.0]]), np.array([[0.0, 1.0], [1.0, np.inf]])
-    bounds = np.stack([low, high]).tobytes()
+    bounds = np.hstack([[[0.0], [1.0]], low, high])
     expected = not ((numbers < low) | (numbers > high)).any()
-    assert are_within(numbers, bounds, {}, (), b"") == expected
+    assert are_within(numbers, bounds.tobytes(), {}, (), b"") == expected
+    assert are_within(numbers, bounds[:1].tobytes(), {}, (), b"")
+    assert are_within(numbers, bounds[1:].tobytes(), {}, (), b"") == expected
 
 
 @pytest.mark.parametrize("make", [dict, MappingProxyType])
