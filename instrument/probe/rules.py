@@ -70,15 +70,16 @@ class RuleRows:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
         if is_complete and len(metrics) == 1 and not (samples or relations or self._begun):
             step, phase, row = metrics[0]
+            layout = numbers = None
             if stats is None:
-                layout, statistic, numbers = self._layouts.get(phase), _NO_STATISTICS[1], None
-            else:
-                at, statistic, numbers = stats.moment, stats.column, (stats.layout.built_in, stats.values)
-                is_one = at is not None and at.step == step and at.phase == phase
-                layout = stats.layout.of_rules.get(phase) if is_one else None
+                layout = self._layouts.get(phase)
+            elif (at := stats.moment) is not None and at.step == step and at.phase == phase:
+                known = stats.layout
+                layout, numbers = known.of_rules.get(phase), (known.built_in, stats.values)
             if layout is not None:  # one complete step, with the rows of an earlier one
                 bounds = self._rules.bounds
                 if bounds.active or not bounds.contain(step, phase, row, layout, numbers):
+                    statistic = _NO_STATISTICS[1] if stats is None else stats.column
                     self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=numbers))
                 return
         metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
