@@ -62,7 +62,8 @@ class Scale:
 
     def __init__(self, spec: ScaleSpec) -> None:
         self.spec = spec
-        self._constant = (math.nan, torch.zeros(()))  # the latest factor as a number and as a tensor
+        # The latest factor as a number and as a tensor; `instrument.control` may change it.
+        self._constant = (math.nan, torch.zeros(()))
 
     @property
     def entrywise(self) -> bool:
@@ -73,18 +74,16 @@ class Scale:
         """Do nothing: each tensor is changed independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | None]:
-        factor = self.spec.factor
+        factor, (known, constant) = self.spec.factor, self._constant
+        # As a tensor: the product and its gradient have the same bits, and take half the time.
+        if known is factor and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype is constant.dtype:
+            return tensor * constant, known
         if isinstance(factor, tuple):
             return scale_channels(tensor, factor, self.spec.dim), None
         number = scheduled(factor, context.step) if isinstance(factor, Mapping) else factor
         if self.spec.reverse:
             return _Reverse.apply(tensor, number), -number
         if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
-            # As a tensor: the product and its gradient have the same bits, and take half the time.
-            known, constant = self._constant
-            if known is not factor or constant.dtype != tensor.dtype:  # `instrument.control` may change the factor
-                with torch.inference_mode(False):
-                    constant = torch.tensor(factor, dtype=tensor.dtype, device="cpu")
-                self._constant = factor, constant
-            return tensor * constant, number
+            with torch.inference_mode(False):
+                self._constant = factor, torch.tensor(factor, dtype=tensor.dtype, device="cpu")
         return tensor * number, number

@@ -121,7 +121,7 @@ class Probe(OwnedByProcess):
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
             sink,
-            self._rule_rows if rules else None,
+            self._rule_rows.add if rules else None,
             ranks,
             all_samples=ids == "all",
             print_line=print_line,
@@ -628,7 +628,7 @@ class Probe(OwnedByProcess):
 
     def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:
         """Pass the rows of a step to the rules, and its fingerprints to the relations."""
-        self._rule_rows(stats, *others)
+        self._rule_rows.add(stats, *others)
         if stats is not None:
             self._relations.training.fingerprints += stats.fingerprints()
 

@@ -18,7 +18,7 @@ from ..errors import HookError, user_code_location
 from ..fields.targets import build_callable
 from ..rules.requirements import turned_on_by_rules, writes_kept_tensors
 from ..rules.rule_set import RuleEvent, RuleSet
-from ..rules.step_rows import FloatArray, RelationRow, RowSite, StepRows, time_order
+from ..rules.step_rows import FloatArray, Numbers, RelationRow, RowLayout, RowSite, StepRows, time_order
 from ..tables.schemas import IDENTITY, MOMENT
 from ..tables.sink_interface import Row
 from .collectives import Ranks
@@ -28,8 +28,7 @@ from .slab_rows import StatisticsRows
 
 _Moment = tuple[int, str]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
-_Numbers = tuple[Sequence[int], FloatArray]
-_Statistics = tuple[Sequence[Row], Callable[[str], FloatArray], _Numbers]
+_Statistics = tuple[Sequence[Row], Callable[[str], FloatArray], Numbers]
 _NO_STATISTICS: _Statistics = ([], lambda name: np.empty(0), ((), np.empty((0, 0))))
 _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute")
 
@@ -39,7 +38,7 @@ class _Part(NamedTuple):
 
     sites: Sequence[Row]
     statistic: Callable[[str], FloatArray]
-    numbers: _Numbers | None
+    numbers: Numbers | None
     targets: FloatArray | None
 
     def followed_by(self, other: _Part) -> _Part:
@@ -58,8 +57,9 @@ class RuleRows:
     def __init__(self, rules: RuleSet) -> None:
         self._rules = rules
         self._begun: dict[_Moment, _Part] = {}  # the steps that are not complete
+        self._layouts: dict[str, RowLayout] = {}  # of steps without rows, by phase
 
-    def __call__(
+    def add(
         self,
         stats: StatisticsRows | None,
         metrics: Sequence[MetricsRow],
@@ -70,10 +70,17 @@ class RuleRows:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
         if is_complete and len(metrics) == 1 and not (samples or relations or self._begun):
             step, phase, row = metrics[0]
-            if stats is None or (stats.moment is not None and stats.latest == (step, phase)):  # one complete step
-                sites, statistic, numbers = _NO_STATISTICS if stats is None else _statistics(stats, None)
-                layout = self._rules.layout(sites, phase, _site)
-                self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=numbers))
+            layout = numbers = None
+            if stats is None:
+                layout = self._layouts.get(phase)
+            elif (at := stats.moment) is not None and at.step == step and at.phase == phase:
+                known = stats.layout
+                layout, numbers = known.of_rules.get(phase), (known.built_in, stats.values)
+            if layout is not None:  # one complete step, with the rows of an earlier one
+                bounds = self._rules.bounds
+                if bounds.active or not bounds.contain(step, phase, row, layout, numbers):
+                    statistic = _NO_STATISTICS[1] if stats is None else stats.column
+                    self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=numbers))
                 return
         metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
         targets = _targets(samples) if samples else {}
@@ -89,6 +96,10 @@ class RuleRows:
                 self._begun[moment] = part
                 continue
             layout, of_step = self._rules.layout(part.sites, phase, _site), relations.get(moment, ())
+            if not len(layout):
+                self._layouts[phase] = layout
+            elif stats is not None and part.sites is stats.sites:
+                stats.layout.of_rules[phase] = layout
             given = part.statistic, metrics_by_step.get(moment), part.targets
             self._rules.update(StepRows(step, phase, layout, *given, numbers=part.numbers, relations=of_step))
 

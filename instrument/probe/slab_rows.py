@@ -25,6 +25,7 @@ from torch import Tensor
 from ..actions.base import StepContext
 from ..hooks.distributed_scope import scope_of
 from ..relations.relation import RecordedFingerprint
+from ..rules.step_rows import RowLayout
 from ..stats.cpu_kernel import launch_devices, make_slab
 from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
@@ -62,6 +63,7 @@ class Layout:
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
         moment_columns: The columns of the latest moment that all rows have, and their values.
         shapes: The column of the latest shapes, and what it depends on.
+        of_rules: The locations of these rows in each phase, set by the rules.
     """
 
     sites: list[Row]
@@ -70,6 +72,7 @@ class Layout:
     merged_slots: Keys | None = None
     moment_columns: list[tuple[Any, Column]] = field(default_factory=lambda: [(None, ())] * _MOMENT)
     shapes: tuple[bytes, Column] = b"", ()
+    of_rules: dict[str, RowLayout] = field(default_factory=dict)
 
     @cached_property
     def identity(self) -> list[Column]:

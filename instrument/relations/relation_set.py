@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -117,18 +117,18 @@ class RelationSet(InertWhenCopied):
         self.training.gradients.clear()
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
+        # In a compiled model, it does nothing, and the graph has no break. The other test takes longer, and is true in an export too.
+        if is_dynamo_compiling() or self.clock.closed:
             return
         training, phase = self.training, self.clock.moment.phase
-        if phase == "eval" or (phase == "train" and not (module.training or torch.is_grad_enabled())):
+        is_evaluation = phase == "eval" or (phase == "train" and not (module.training or torch.is_grad_enabled()))
+        if is_evaluation and not is_compiling():
             for relation in self._relations.values():
                 relation.evaluate()
         training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module
         if wrapper is not None and torch.is_grad_enabled():
             training.is_local = not wrapper.require_backward_grad_sync
-        if not training.is_checked:
-            return
-        if phase == "train" and len(training.inputs) < _MAX_CALLS:
+        if training.is_checked and phase == "train" and len(training.inputs) < _MAX_CALLS and not is_compiling():
             training.inputs.append(ModelCall(training.signature, args, kwargs))
 
     def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002

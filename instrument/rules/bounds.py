@@ -18,12 +18,13 @@ from ..config.schedule import STEP_PHASES
 from ..tables.statistics import ALL
 from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
-from .step_rows import FloatArray, IndexArray, Locations, RowLayout, StepRows
+from .step_rows import FloatArray, IndexArray, Locations, Numbers, RowLayout, StepRows
 
 MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
+_NO_NUMBERS: FloatArray = np.empty(0)
 
 
 try:
@@ -31,14 +32,28 @@ try:
 # Installed without a C compiler.
 except ImportError:
 
-    def are_within(numbers: FloatArray, bounds: bytes) -> bool:  # type: ignore[misc]
-        """Return whether all numbers are between their bounds, float64 [2, *shape of the numbers]. NaN, a missing value, is."""
-        low, high = np.frombuffer(bounds).reshape(2, *numbers.shape)
-        return not ((numbers < low) | (numbers > high)).any()
+    def are_within(  # type: ignore[misc]
+        numbers: FloatArray, bounds: bytes, metrics: Mapping[str, Any], names: tuple[str, ...], limits: bytes
+    ) -> bool:
+        """Return whether numbers and metrics are within bounds.
+
+        Args:
+            numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
+            bounds: For some statistics, the index, the lowest numbers of all rows and the highest ones: float64 [n, 1 + 2 * rows].
+            metrics: The metrics; a missing one is within all limits, NaN is not.
+            names: The names of those with limits.
+            limits: The lowest numbers and the highest ones, float64 [2, names].
+        """
+        rows = numbers.shape[-1]
+        at, low, high = np.split(np.frombuffer(bounds).reshape(-1, 1 + 2 * rows), [1, 1 + rows], axis=1)
+        values = numbers[at[:, 0].astype(np.int64)]
+        of_names = zip(map(metrics.get, names), *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
+        is_within = all(value is None or least <= value <= most for value, least, most in of_names)
+        return is_within and not ((values < low) | (values > high)).any()
 
 
 _LayoutBounds = tuple[Sequence[int], bytes]
-"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows, float64 [2, statistics, rows]."""
+"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows; see `are_within`."""
 _Kept = tuple[_LayoutBounds, RowLayout, FloatArray]
 
 
@@ -48,40 +63,48 @@ class StepBounds:
     def __init__(self, rules: Mapping[str, Rule], locations: Locations) -> None:
         self._rules = rules
         self._locations = locations
-        self._resting: list[CatalogueRule[Any]] = []  # the rules that do not read the steps within the bounds
+        self.active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
+        self._resting: list[CatalogueRule[Any]] = []  # the other rules
         self._left = 0  # for how many further steps the bounds hold
         self._last = 0  # the last step for which they hold
-        self._metrics: dict[str, tuple[float, float]] = {}  # also of the numbers of targets and rows of relations
+        # Also of the numbers of targets and rows of relations.
+        self._metrics: dict[str, tuple[float, float]] = {}
+        self._names: tuple[str, ...] = ()
+        self._limits = b""
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
         self._kept: list[_Kept] = []
         self._losses: list[float] = []  # of kept training steps
         self._steps = self._rows = 0  # of all kept steps
 
-    def contain(self, rows: StepRows) -> bool:
-        """Return whether a step is within the bounds. If it is, keep its values."""
-        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES:
+    def contain(
+        self, step: int, phase: str, metrics: Mapping[str, Any], layout: RowLayout, numbers: Numbers | None
+    ) -> bool:
+        """Return whether a step is within the bounds. If it is, keep its values.
+
+        Args:
+            step: The step.
+            phase: The phase.
+            metrics: The metrics, also the numbers of targets and rows of relations if there are any.
+            layout: The locations of the rows.
+            numbers: See `StepRows`.
+        """
+        if not self._left or step > self._last or phase not in STEP_PHASES:
             return False
-        values = rows.metrics
-        if values is None or rows.relations or len(rows.targets):
-            values = _values(rows)
-        for name, (low, high) in self._metrics.items():
-            value = values.get(name)
-            if value is not None and not low <= value <= high:  # also NaN
+        if count := len(layout.numbers):
+            if numbers is None:
                 return False
-        layout = rows.layout
-        if len(layout.numbers):
-            if rows.numbers is None:
-                return False
-            statistics, numbers = rows.numbers
+            statistics, values = numbers
             bounds = self._of_layout.get(layout)
             if bounds is None or bounds[0] is not statistics:
                 bounds = self._bounds_of(layout, statistics)
-            if not are_within(numbers, bounds[1]):
+            if not are_within(values, bounds[1], metrics, self._names, self._limits):
                 return False
-            self._kept.append((bounds, layout, numbers))
-            self._rows += len(layout.numbers)
-        if rows.phase == "train" and (loss := values.get("loss")) is not None:
+            self._kept.append((bounds, layout, values))
+            self._rows += count
+        elif not are_within(_NO_NUMBERS, b"", metrics, self._names, self._limits):
+            return False
+        if phase == "train" and (loss := metrics.get("loss")) is not None:
             self._losses.append(float(loss))
         self._left -= 1
         self._steps += 1
@@ -94,8 +117,10 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        both = np.stack([self._low, self._high])[:, at[None], np.array(statistics)[:, None]]
-        bounds = self._of_layout[layout] = statistics, both.tobytes()
+        low, high = (bound[at[None], np.array(statistics)[:, None]] for bound in (self._low, self._high))
+        bounded = np.flatnonzero(((low > -math.inf) | (high < math.inf)).any(axis=1))
+        parts = bounded[:, None], low[bounded], high[bounded]
+        bounds = self._of_layout[layout] = statistics, np.concatenate(parts, axis=1).tobytes()
         return bounds
 
     def catch_up(self) -> None:
@@ -107,8 +132,8 @@ class StepBounds:
             for rule in self._resting:
                 rule.remember(steps)
 
-    def renew(self, rows: StepRows) -> Mapping[str, Rule]:
-        """Ask the rules for their bounds. Return the rules that have to read each of the next steps.
+    def renew(self, rows: StepRows) -> None:
+        """Ask the rules for their bounds.
 
         All rules have read `rows`. A rule whose bounds do not contain them has to read each step.
         """
@@ -126,7 +151,8 @@ class StepBounds:
                 active[name] = rule
         if active:
             self._left = min(self._left, STEPS_UNTIL_RENEWAL)
-        return active
+        self.active = active
+        self._names, self._limits = (*self._metrics,), np.array([*self._metrics.values()]).T.tobytes()
 
     def _narrow(self, rule: CatalogueRule[Any], rows: StepRows) -> bool:
         """Add the bounds of a rule. Return false if the rule has none that contain the last step."""
@@ -146,7 +172,7 @@ class StepBounds:
     def _narrow_metric(self, bounds: Bounds | None, rows: StepRows) -> bool:
         if bounds is None:
             return False
-        value = _values(rows).get(bounds.name)
+        value = values_of(rows).get(bounds.name)
         # Rows of relations of one step say nothing about the next one: a relation has one row for each location.
         if value is not None and not bounds.low <= value <= bounds.high and bounds.name != RELATIONS:
             return False
@@ -183,6 +209,8 @@ def _table(kept: Sequence[_Kept]) -> tuple[RowLayout, Callable[[str], FloatArray
     return layout, column
 
 
-def _values(rows: StepRows) -> Mapping[str, Any]:
-    """Return the metrics of a step, and the numbers of its targets and of its rows of relations."""
+def values_of(rows: StepRows) -> Mapping[str, Any]:
+    """Return the metrics of a step, with the numbers of its targets and of its rows of relations if there are any."""
+    if rows.metrics is not None and not (rows.relations or len(rows.targets)):
+        return rows.metrics
     return {**(rows.metrics or {}), TARGETS: len(rows.targets), RELATIONS: len(rows.relations)}

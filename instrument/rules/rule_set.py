@@ -10,7 +10,7 @@ from typing import Any
 from ..config.rules import RULES, CustomRule, RuleBase, WatchRule
 from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
-from .bounds import MAX_LAYOUTS, StepBounds
+from .bounds import MAX_LAYOUTS, StepBounds, values_of
 from .reference import ReferenceRanges
 from .reference_ranges import ModuleSettings
 from .rule import CatalogueRule, Firing, Rule
@@ -64,9 +64,7 @@ class RuleSet:
         self._fired: dict[str, RuleEvent] = {}
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], RowLayout]] = {}
-        self._latest: tuple[Sequence[Any], str, RowLayout] = ((), "", self._locations.layout((), "", lambda row: row))
-        self._bounds = StepBounds(self._rules, self._locations)
-        self._active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
+        self.bounds = StepBounds(self._rules, self._locations)
 
     def set_settings(self, settings: ModuleSettings) -> None:
         """Pass the settings of the modules, by layer, to the rules that compare them in the next training step."""
@@ -76,15 +74,12 @@ class RuleSet:
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
         """Return the layout of rows, which must not be modified later; that of an earlier step, if it had the same rows."""
-        if rows is self._latest[0] and phase == self._latest[1]:
-            return self._latest[2]
         key = (phase, len(rows), rows[0], rows[-1]) if rows else (phase, 0)
         known = self._layouts.get(key)
         if known is None or known[0] != rows:
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             known = self._layouts[key] = (rows, self._locations.layout(rows, phase, site_of))
-        self._latest = (rows, phase, known[1])
         return known[1]
 
     def update(self, rows: StepRows) -> None:
@@ -95,14 +90,15 @@ class RuleSet:
         Raises:
             HookError: A custom rule failed.
         """
-        if self._bounds.contain(rows):
-            if self._active:
+        bounds = self.bounds
+        if bounds.contain(rows.step, rows.phase, values_of(rows), rows.layout, rows.numbers):
+            if bounds.active:
                 rows.has_non_finite = False
-                self._check(self._active, rows)
+                self._check(bounds.active, rows)
         else:
-            self._bounds.catch_up()
+            bounds.catch_up()
             self._check(self._rules, rows)
-            self._active = self._bounds.renew(rows)
+            bounds.renew(rows)
 
     def _check(self, rules: Mapping[str, Rule], rows: StepRows) -> None:
         for name, rule in rules.items():
@@ -176,7 +172,7 @@ class RuleSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries."""
-        self._bounds.catch_up()
+        self.bounds.catch_up()
         states = {name: rule.state_dict() if hasattr(rule, "state_dict") else {} for name, rule in self._rules.items()}
         fired = [list(astuple(event)) for event in self._fired.values()]
         return {"written": dict(self._written), "fired": fired, "rules": states}
@@ -187,7 +183,7 @@ class RuleSet:
         for name, rule in self._rules.items():
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])
-        self._bounds = StepBounds(self._rules, self._locations)
+        self.bounds = StepBounds(self._rules, self._locations)
 
 
 def reference_file(rule: str) -> str:

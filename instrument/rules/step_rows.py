@@ -15,6 +15,9 @@ from ..tables.kinds import KINDS
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
+Numbers = tuple[Sequence[int], FloatArray]
+"""The statistics of rows, as their indices in `ALL`, and float64 [statistics, rows]. The indices are the same object in all steps with
+the same ones."""
 _NO_TARGETS: FloatArray = np.empty(0)
 FURTHER_ITEMS = frozenset("123456789")  # how the path of an item of a sequence after the first one begins
 
@@ -227,8 +230,7 @@ class StepRows:
         metrics: The row of the table `metrics`; None without metrics.
         targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
         relations: The rows of the table `relations`. Default: none.
-        numbers: The recorded statistics of `ALL` at once: their indices, the same object in all steps with the same ones, and
-            float64 [statistics, rows]. None if they are not available at once.
+        numbers: The recorded statistics of `ALL` at once. None if they are not available at once.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class StepRows:
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,
         *,
-        numbers: tuple[Sequence[int], FloatArray] | None = None,
+        numbers: Numbers | None = None,
         relations: Sequence[RelationRow] = (),
     ) -> None:
         self.step, self.phase = step, phase

@@ -498,19 +498,66 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Returns whether each float64 is between its bounds. All lower bounds precede the upper ones. NaN is within. */
-static PyObject *are_within(PyObject *self, PyObject *args) {
-    Py_buffer numbers, bounds;
+/* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, the lowest numbers of all rows, and the
+   highest ones. NaN is within. */
+static int numbers_are_within(const Py_buffer *numbers, const Py_buffer *bounds) {
+    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0, size = 1 + 2 * rows;
+    const Py_ssize_t count = bounds->len / (Py_ssize_t)sizeof(double);
+    if (count % size)
+        return 0;
+    for (const double *at = bounds->buf, *end = at + count; at < end; at += size) {
+        if (!(rows && *at >= 0 && *at < (double)numbers->shape[0]))
+            return 0;
+        const double *x = (const double *)numbers->buf + (Py_ssize_t)*at * rows, *low = at + 1, *high = low + rows;
+        int outside = 0;
+        for (Py_ssize_t i = 0; i < rows; i++)
+            outside |= (x[i] < low[i]) | (x[i] > high[i]);
+        if (outside)
+            return 0;
+    }
+    return 1;
+}
+
+/* Whether the metrics of some names are between their limits, or have no value. NaN is not within. Returns -1 with an exception. */
+static int metrics_are_within(PyObject *metrics, PyObject *names, const Py_buffer *limits) {
+    const Py_ssize_t count = PyTuple_Size(names);
+    const double *low = limits->buf, *high = low + count;
+    int within = limits->len == 2 * count * (Py_ssize_t)sizeof(double);
+    for (Py_ssize_t i = 0; within == 1 && i < count; i++) {
+        PyObject *name = PyTuple_GetItem(names, i), *value;
+        if (PyDict_Check(metrics)) {
+            value = PyDict_GetItemWithError(metrics, name);
+            Py_XINCREF(value);
+        } else /* it waits for values on a device */
+            value = PyObject_CallMethod(metrics, "get", "O", name);
+        if (value && value != Py_None) {
+            const double x = PyFloat_AsDouble(value);
+            within = low[i] <= x && x <= high[i];
+        }
+        Py_XDECREF(value);
+        if (PyErr_Occurred())
+            within = -1;
+    }
+    return within;
+}
+
+static PyObject *are_within(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    Py_buffer buffers[3];
+    int got = 0, within = -1;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*", &numbers, &bounds))
+    if (given != 5 || !PyTuple_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "are_within takes numbers, bounds, metrics, a tuple of names, and limits");
         return NULL;
-    const double *x = numbers.buf, *low = bounds.buf;
-    Py_ssize_t count = numbers.len / (Py_ssize_t)sizeof(double), outside = bounds.len != 2 * numbers.len;
-    for (Py_ssize_t i = 0; !outside && i < count; i++)
-        outside = x[i] < low[i] || x[i] > low[count + i];
-    PyBuffer_Release(&numbers);
-    PyBuffer_Release(&bounds);
-    return PyBool_FromLong(!outside);
+    }
+    while (got < 3 && !PyObject_GetBuffer(args[got == 2 ? 4 : got], &buffers[got], PyBUF_C_CONTIGUOUS))
+        got++;
+    if (got == 3)
+        within = metrics_are_within(args[2], args[3], &buffers[2]);
+    if (within == 1)
+        within = numbers_are_within(&buffers[0], &buffers[1]);
+    while (got--)
+        PyBuffer_Release(&buffers[got]);
+    return within < 0 ? NULL : PyBool_FromLong(within);
 }
 
 /* The operations of a program; see `formulas.py`. */
@@ -1497,7 +1544,8 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
     {"evaluate", evaluate, METH_VARARGS, "evaluate(program, numbers, width, results) -> None"},
-    {"are_within", are_within, METH_VARARGS, "are_within(numbers, bounds) -> bool"},
+    {"are_within", (PyCFunction)(void (*)(void))are_within, METH_FASTCALL,
+     "are_within(numbers, bounds, metrics, names, limits) -> bool"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -19,6 +19,7 @@ from instrument.config.spec_file import read_rules
 from instrument.plan.hook_plan import make_plan
 from instrument.probe.probe import Probe
 from instrument.probe.recorder import Recorder
+from instrument.rules.step_rows import StepRows
 
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}
 LARGE: dict[str, Any] = {"watch": "seen", "stat": "abs_max", "above": 50.0}
@@ -75,6 +76,22 @@ def test_rule_fires_in_its_step(
             assert written(sink)[-1:] == ([("big", step)] if fires else written(sink)[-1:])
     assert written(sink) == ([("big", 2), ("big", 6)] if "watch" in rule else [("big", 2)])
     assert len(probe.warnings) == 1
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 8]), (3, [0, 1, 9])])
+def test_rules_get_no_rows_of_uneventful_steps(
+    monkeypatch: pytest.MonkeyPatch, every: int, expected: list[int]
+) -> None:
+    probe, sink = started({"big": LARGE}, net(), every=every)
+    read: list[int] = []
+    add = StepRows.__init__
+    monkeypatch.setattr(
+        StepRows, "__init__", lambda rows, step, *more, **named: (read.append(step), add(rows, step, *more, **named))[1]
+    )
+    with probe:
+        run(probe, (*[1.0] * 8, *[100.0] * (1 + every // 2)))
+    assert read == expected
+    assert written(sink) == [("big", read[-1])]
 
 
 class Twice(nn.Module):

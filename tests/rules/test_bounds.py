@@ -1,6 +1,7 @@
 """Rules decide the same as without bounds of the values that they do not read."""
 
 import json
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -157,5 +158,22 @@ def test_most_rules_do_not_read_an_uneventful_step(
 def test_kernel_compares_numbers_with_bounds_as_numpy_does(value: float) -> None:
     numbers = np.array([[0.0, -1e300], [value, 1.0]])
     low, high = np.array([[0.0, -np.inf], [0.0, 1.0]]), np.array([[0.0, 1.0], [1.0, np.inf]])
-    bounds = np.stack([low, high]).tobytes()
-    assert are_within(numbers, bounds) == (not ((numbers < low) | (numbers > high)).any())
+    bounds = np.hstack([[[0.0], [1.0]], low, high])
+    expected = not ((numbers < low) | (numbers > high)).any()
+    assert are_within(numbers, bounds.tobytes(), {}, (), b"") == expected
+    assert are_within(numbers, bounds[:1].tobytes(), {}, (), b"")
+    assert are_within(numbers, bounds[1:].tobytes(), {}, (), b"") == expected
+
+
+@pytest.mark.parametrize("make", [dict, MappingProxyType])
+@pytest.mark.parametrize("value", [None, 0.5, 1, True, float("nan"), -0.1, 2.0])
+def test_kernel_compares_metrics_with_limits_as_python_does(make: Any, value: float | None) -> None:
+    limits = np.array([[0.0, -np.inf, -np.inf], [1.0, np.inf, 0.0]])
+    metrics = make({"lr": value, "loss": 3.0})
+    expected = value is None or 0.0 <= value <= 1.0
+    assert are_within(np.empty(0), b"", metrics, ("lr", "loss", "missing"), limits.tobytes()) == expected
+
+
+def test_kernel_refuses_a_metric_that_is_not_a_number() -> None:
+    with pytest.raises(TypeError):
+        are_within(np.empty(0), b"", {"loss": "1"}, ("loss",), np.array([0.0, 1.0]).tobytes())

@@ -550,6 +550,18 @@ def test_evaluation_that_is_recorded_as_training_is_reported(steps: list[int], f
         assert f"an evaluation or a rollout at step {steps[0]} is recorded as training" in probe.warnings[0]
 
 
+def test_export_between_steps_is_not_an_evaluation() -> None:
+    model = network()
+
+    def export(step: int) -> None:
+        if step == 5:
+            with torch.no_grad():
+                torch.export.export(model.eval(), (BATCHES[0],), strict=False)
+            model.train()
+
+    assert violations(train(model, sgd(model), change=export)) == []
+
+
 def test_calls_without_training_are_not_evaluations() -> None:
     model = network().eval()
     with attached(model, None) as probe:
