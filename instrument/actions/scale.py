@@ -85,5 +85,7 @@ class Scale:
             return _Reverse.apply(tensor, number), -number
         if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
             with torch.inference_mode(False):
-                self._constant = factor, torch.tensor(factor, dtype=tensor.dtype, device="cpu")
+                constant = torch.tensor(factor, dtype=tensor.dtype, device="cpu")
+            self._constant = factor, constant
+            return tensor * constant, number
         return tensor * number, number
