@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import NEW_PARAMETER, OTHER_SETTING
-from ..rules.reference_ranges import GRADIENTS, MEAN_LOSS, METRICS, STARTS, phase_of
+from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_SETTING
+from ..rules.reference_ranges import MEAN_LOSS, METRICS, STARTS, phase_of
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -153,7 +153,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
     event = events[0]
     what, _, value = event.message.split(": ", 2)
     first = _first_word(event)  # a rule of several statistics names the one that shows the problem first
-    first = "" if what == OTHER_SETTING else "loss" if first == MEAN_LOSS else first
+    first = "" if what.startswith(OTHER_SETTING) else "loss" if first == MEAN_LOSS else first
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
     hook, role = hook_and_role(event.location) if event.location else ("", "")
     statistic = facts.statistic if event.location or facts.is_of_metric else "loss"
@@ -244,7 +244,10 @@ class _Timeline:
     def __init__(self, facts: Mapping[str, RuleFacts], info: Mapping[str, Any], layers: Sequence[str]) -> None:
         self._facts = facts
         self._hooks = hooks_of(info) or {}
-        self._rank = rank_in(in_forward_order(layers, []))
+        order = in_forward_order(layers, [])
+        self._rank = rank_in(order)
+        parents = {layer.rpartition(".")[0] for layer in order}
+        self._first = next((layer for layer in order if layer not in parents), None)  # the first layer without others
 
     def onset(self, event: RuleEvent) -> int:
         """Return the step at which a problem began: the first of several in succession, or one after the last recorded step.
@@ -262,8 +265,9 @@ class _Timeline:
         if event.message.startswith(OTHER_SETTING) or (event.location is None and facts.stage != "reference"):
             return 0
         every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}
-        # A metric outside of the reference was compared in the steps in which statistics were.
-        interval = every.get(hook_and_role(event.location)[0], 1) if event.location else min(every.values(), default=1)
+        # A metric outside of the reference was compared in the steps in which statistics were, the learning rate in each.
+        of_metric = 1 if _is_of_program(event) else min(every.values(), default=1)
+        interval = every.get(hook_and_role(event.location)[0], 1) if event.location else of_metric
         return interval - 1 if facts.times == 1 else (facts.times - 1) * interval
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
@@ -272,7 +276,7 @@ class _Timeline:
             name, is_of_root = _first_word(event), event.layer is None
             if name.endswith(".optimizer") or (is_of_root and name.startswith("optimizer")):
                 return UPDATE, 0
-            if is_of_root and name == GRADIENTS:  # named first for tensors that are detached
+            if event.message.startswith(OF_GRADIENTS):
                 return BACKWARD, 0
             return (LOSS, 0) if is_of_root and name.startswith("loss.") else (FORWARD, self._rank(event.layer or ""))
         if event.location is None:
@@ -307,10 +311,16 @@ class _Timeline:
         """Return the part of a training step in which to look for the cause of a leading event.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
+        A loss that becomes too low after the first step, without other gradients, is that of inputs which are easier or show the targets.
         """
         part, _ = self.position(event)
-        is_of_gradients = part == UPDATE and not _is_of_program(event) and self.onset(event) > 0
-        return PARTS[BACKWARD if is_of_gradients else part]
+        if self.onset(event) > 0 and not _is_of_program(event):
+            is_low = event.value is not None and event.threshold is not None and event.value < event.threshold
+            if part == UPDATE:
+                part = BACKWARD
+            elif part == LOSS and event.location is None and is_low:
+                part = FORWARD
+        return PARTS[part]
 
     def _origin(self, lead: RuleEvent, group: Sequence[RuleEvent]) -> RuleEvent:
         """Return the parameter that explains an output outside of a reference: one of the same or an earlier layer, outside as long.
@@ -346,7 +356,7 @@ class _Timeline:
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
         leads: dict[_Key, _Key] = {}
-        for key in sorted(episode, key=lambda key: self._order(episode[key][0])):
+        for key in sorted(episode, key=lambda key: self._order(episode[key][0], episode.get((key[0], True), [])[:1])):
             stage, step = self._facts.get(key[0], NO_FACTS).stage, episode[key][0].step
             causes = CAUSES[stage] if stage else ()
             known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
@@ -354,7 +364,20 @@ class _Timeline:
             leads[key] = key if cause is None else leads[cause]
         return leads
 
-    def _order(self, event: RuleEvent) -> tuple[int, int, bool, tuple[int, int]]:
+    def _order(self, event: RuleEvent, of_run: Sequence[RuleEvent]) -> tuple[int, int, bool, tuple[int, int]]:
+        """Return the sort key of a leading event. `of_run`: that of its rule about the run as a whole, if there is one.
+
+        A mean loss that is too high precedes an output that leaves its range after the first step: the layers have learned something
+        else. It does not precede the output of the first layer, which other data reach first.
+        """
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
-        return first, self.onset(event), not _is_of_program(event), self.position(event)
+        onset, position = self.onset(event), self.position(event)
+        for loss in of_run:
+            is_high = _is_of_mean_loss(loss) and (loss.value or 0.0) > (loss.threshold or 0.0)
+            is_learned = (
+                event.location is not None and onset > 0 and position[0] == FORWARD and event.layer != self._first
+            )
+            if is_high and is_learned and self.onset(loss) <= event.step:
+                onset, position = max(onset, self.onset(loss)), (LOSS, 1)
+        return first, onset, not _is_of_program(event), position

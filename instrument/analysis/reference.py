@@ -49,12 +49,15 @@ SECTIONS = ("model", "data", "task", "optimizer", "scheduler", "train", "apply")
 
 INDEX = [*KEY, "statistic", "phase_of_training"]
 NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
-TAIL = 1e-5  # the probability that a value of a healthy run is outside, if the differences between runs are normal
+# The probability that a value of a healthy run is outside, if the differences between runs are normal. A run has one mean loss, and
+# thousands of other series.
+TAIL, TAIL_OF_MEAN_LOSS = 1e-5, 1e-4
 INDEPENDENT_PHASES = 4
 # The variance of a value that is neither a factor nor a fraction is averaged over so many: that of a loss falls with the loss.
 NEAR_PHASES = 3
 # The smallest factor, the smallest difference of fractions, and that of other statistics relative to their largest absolute value.
 FLOORS, FLOORS_OF_ONE_RUN = (1.25, 0.1, 0.25), (4.0, 0.3, 1.0)
+FLOOR_OF_MEAN_LOSS = 0.1  # of several runs, relative to the largest absolute value
 LARGEST = 80.0  # the largest logarithm of a factor, which float32 can represent
 
 
@@ -281,7 +284,9 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
     )
     largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
     ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
-    floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, other * largest))
+    is_mean_loss = (statistics == MEAN_LOSS).to_numpy()
+    others = np.where(is_mean_loss & (count > 1), FLOOR_OF_MEAN_LOSS, other) * largest
+    floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, others))
     low, high = (
         pd.DataFrame(np.where(is_ratio[:, None], np.log(values.where(values > 0)), values), values.index)
         for values in (lows, highs)
@@ -292,7 +297,8 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         has_scale = ~(is_ratio | is_fraction)
         with_scale = variances[has_scale].sort_index().groupby(level=INDEX[:-1])
         pooled.update(with_scale.transform(lambda phases: phases.rolling(NEAR_PHASES, 1, center=True).mean()))
-        t = stdtrit(np.where(has_scale, NEAR_PHASES, INDEPENDENT_PHASES) * (count - 1), 1 - TAIL)
+        tails = np.where(is_mean_loss, TAIL_OF_MEAN_LOSS, TAIL)
+        t = stdtrit(np.where(has_scale, NEAR_PHASES, INDEPENDENT_PHASES) * (count - 1), 1 - tails)
         widths = t * np.sqrt(np.fmax(variances, pooled) * (1 + 1 / count))
     else:
         widths = (high - low).max(axis=1)

@@ -28,7 +28,7 @@ MAX_KINDS = 8  # of the arguments of an operator that are listed
 # PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.
 MAX_NODES = 10_000
 MAX_GRAPHS = 8  # of the losses of a step
-LOSS, GRAPH = "loss", "graph"
+FACTOR, LOSS, GRAPH = "loss.factor", "loss", "graph"
 # Operators between a parameter and the operator that uses it.
 VIEWS = frozenset(
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Expand", "ToCopy")
@@ -130,8 +130,9 @@ class LossOperators(HookGroup):
         """How often each operator occurs, with its arguments that are numbers, and the numbers by which the program multiplies or divides.
 
         The operators after the last ones that use parameters are those of the loss, such as `loss.NllLossBackward0`. The others are
-        those of the model, such as `graph.AddmmBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss
-        has a graph, or one has more than 10,000 nodes.
+        those of the model, such as `graph.AddmmBackward0`. Operators that multiply or divide the complete loss are apart, such as
+        `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss has a graph, or one
+        has more than 10,000 nodes.
         """
         kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for (name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
@@ -157,11 +158,21 @@ def _operators(loss: Tensor) -> tuple[_Operators, list[Tensor]]:
     operators: _Operators = Counter()
     if max(len(of_loss), len(of_model)) > MAX_NODES:
         return operators, []
-    for part, nodes in ((LOSS, of_loss - of_model), (GRAPH, of_model)):
+    factors = _factors(loss.grad_fn) - of_model
+    for part, nodes in ((FACTOR, factors), (LOSS, of_loss - of_model - factors), (GRAPH, of_model)):
         for node in nodes:
             name = f"{part}.{node.name().rpartition('::')[2]}"
             operators[name, _arguments(node, names_of(type(node)))] += 1
     return operators, [each for parameters in users.values() for each in parameters]
+
+
+def _factors(node: Node | None) -> set[Node]:
+    """Return the operators that multiply or divide a complete loss by something without a gradient, such as a number of micro-batches."""
+    found: set[Node] = set()
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0") and node.next_functions[1][0] is None:
+        found.add(node)
+        node = node.next_functions[0][0]
+    return found
 
 
 def _reached(nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None) -> set[Node]:

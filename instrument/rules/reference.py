@@ -19,6 +19,7 @@ from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from ..formatting import shorten
 from .reference_ranges import (
+    FACTORS,
     FIRST_STEPS,
     GRADIENTS,
     GRAPH_PARTS,
@@ -56,13 +57,14 @@ class ReferenceRule(PersistentRule):
     largest values between the runs, in this phase or on average over all phases, whichever is larger. Phases depend on each other,
     so they count as 4 independent ones. For losses and other values that are neither factors nor fractions, the average is over this
     phase and its two neighbors, with 3 instead of 4: their differences change with their size. The floor is a factor of 1.25, 0.1 for a
-    fraction, and a quarter of the largest absolute value for the others. One run has no standard deviation: its margin is the larger of
-    its own range and a factor of 4, 0.3 for a fraction, and the largest absolute value for the others. The numbers are decisions of
-    this package.
+    fraction, and a quarter of the largest absolute value for the others. A run has one mean loss, and thousands of other series: its
+    floor is a tenth, with 1e-4 for 1e-5. One run has no standard deviation: its margin is the larger of its own range and a factor of
+    4, 0.3 for a fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
-    known. `mean_loss`, the mean loss of all steps of a phase of training, is compared when the phase has ended: it differs less between
-    runs than the loss of one step. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
+    known. The learning rate, which nothing in its step changes, is compared in each step. `mean_loss`, the mean loss of all steps of a
+    phase of training, is compared when the phase has ended: it differs less between runs than the loss of one step. NaN and infinities
+    are not compared, nor are steps after the last phase in which the runs have values.
 
     A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
 
@@ -108,6 +110,7 @@ class ReferenceRule(PersistentRule):
 
 
 NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repeated input"
+OF_GRADIENTS = f"{OTHER_SETTING} of gradients"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
@@ -121,7 +124,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     )
     advice_in: ClassVar[Mapping[Part, str]] = {
         "forward": "The forward pass differs first: compare the data, the parameters of the model and their initial values, and the "
-        "settings, the code and the mode of this layer.",
+        "settings, the code and the mode of this layer; for a loss that is too low, also what inputs and masks show of the targets.",
         "loss": "The loss differs first: compare what the program computes from the outputs of its last layers, the targets, the order of "
         "the samples and the loss function; for an evaluation, also its data and the mode of the model.",
         "backward": "The gradients differ first, or updates do after the first one, with the usual settings of the optimizer: compare the "
@@ -194,8 +197,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 yield from self._check_settings(self.settings, rows)
             self.settings = None
         yield from super().update(rows)
-        if rows.phase not in self._phases or self.choose(rows.layout) is not None:
-            yield from self._check_metrics(rows)
+        is_recorded = rows.phase not in self._phases or self.choose(rows.layout) is not None
+        yield from self._check_metrics(rows, METRICS if is_recorded else ("lr",))
 
     def remember(self, steps: QuietSteps) -> None:
         self._add_losses(steps.losses)
@@ -243,7 +246,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                     ]
                     more = f"; also {shorten(also, MAX_SETTINGS)}" if also else ""
                     text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{more}"
-                    firings.append(Firing(text, float(len(names)), what=OTHER_SETTING, layer=layer or None))
+                    is_scale = all(name.startswith(FACTORS) for name in names) and self._has_usual_loss(rows)
+                    is_of_gradients = is_scale or names[0] == GRADIENTS
+                    what = OF_GRADIENTS if is_of_gradients else OTHER_SETTING
+                    firings.append(Firing(text, float(len(names)), what=what, layer=layer or None))
         of_modules = sum(firing.layer is not None for firing in firings)
         yield from firings[: min(of_modules, MAX_MODULES)]
         if (count := of_modules - MAX_MODULES) > 0:
@@ -260,10 +266,18 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         }
         return count < usual and bool(expected) and expected <= {*map(key_of, rows.layout.locations)}
 
-    def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
+    def _has_usual_loss(self, rows: StepRows) -> bool:
+        """Return whether the loss is within its range."""
+        loss, limits = rows.metric("loss"), self._metrics.get(("train", "loss"))
+        if loss is None or limits is None:
+            return False
+        low, high = (float(each[self._phase]) for each in limits)
+        return math.isfinite(high) and low <= loss <= high
+
+    def _check_metrics(self, rows: StepRows, names: Sequence[str]) -> Iterator[Firing]:
         for (phase, name), (_, high) in self._metrics.items():
             value = None if name == MEAN_LOSS else rows.metric(name)
-            if phase == rows.phase and value is not None and math.isfinite(value):
+            if phase == rows.phase and name in names and value is not None and math.isfinite(value):
                 self._has_read = self._has_read or (not self._phases and bool(np.isfinite(high[self._phase])))
                 yield from self._compare(phase, name, value, self._phase, self._times_in(np.isfinite(high)))
 

@@ -30,6 +30,8 @@ GRAPH_PARTS = ("loss.", "graph.")
 """The beginnings of the settings of the root that are operators of the backward graph of the loss: after the model, and of it."""
 GRADIENTS = "graph.AccumulateGrad"
 """The setting of the root that is the number of the parameters that get a gradient of a loss."""
+FACTORS = "loss.factor."
+"""The beginning of the settings of the root that multiply or divide a complete loss: if its value is usual, they scale only gradients."""
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])

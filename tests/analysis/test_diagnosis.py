@@ -155,6 +155,46 @@ def test_mean_loss_follows_layers_that_left_the_reference_before_it(step: int, l
     )
 
 
+def mean_loss(step: int, value: float) -> RuleEvent:
+    message = f"outside of the reference: at step {step}: mean_loss {value:g}, outside of 2; 2 to 2 in 3 healthy runs, steps 6 to 7"
+    return RuleEvent("reference", step, message, "warning", None, None, value, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "place", "output_step", "leads"),
+    [
+        (
+            16,
+            9.0,
+            "act0 output",
+            20,
+            True,
+        ),  # the loss is outside in steps 8 to 11 and 12 to 15, the output in steps 10 and 20
+        (16, 1.0, "act0 output", 20, False),  # too low
+        (16, 9.0, "linear0 output", 20, False),  # other data reach the first layer first
+        (8, 9.0, "act0 output", 10, False),  # the output is outside from the first step on
+        (32, 9.0, "act0 output", 20, False),  # the loss is outside after the output
+    ],
+)
+def test_loss_that_is_too_high_precedes_outputs_that_change_later(
+    step: int, value: float, place: str, output_step: int, leads: bool
+) -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    events = [event("reference", output_step, place), mean_loss(step, value)]
+    first, _ = findings_of(events, rules, EVERY_10, LAYERS)
+    assert first.where == ("training" if leads else f"{place} (hook)")
+    assert first.advice == RULES["reference"].advice_in["loss" if leads else "forward"]
+
+
+def test_loss_that_becomes_too_low_is_of_other_inputs() -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    message = "outside of the reference: at step 10: loss 1, below 2; 2 to 3 in 3 healthy runs"
+    at_start = RuleEvent("reference", 10, message, "warning", None, None, 1.0, 2.0)
+    for outside, part in ((mean_loss(8, 1.0), "forward"), (mean_loss(8, 9.0), "loss"), (at_start, "loss")):
+        (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
+        assert found.advice == RULES["reference"].advice_in[part]
+
+
 @pytest.mark.parametrize(
     ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
 )
@@ -165,8 +205,10 @@ def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part
     (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
     assert found.advice == RULES["reference"].advice_in[part]
     assert (found.statistic, found.threshold) == ("" if metric == "eval loss" else metric, 2.0)
-    # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first. Only the learning rate is set before.
-    for step, lead in ((20, "training" if metric == "lr" else "linear0 output (hook)"), (30, "training")):
+    # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first. The learning rate is compared
+    # in each step, so it began at step 19, and it is set before the forward pass.
+    last = 28 if metric == "lr" else 20
+    for step, lead in ((last, "linear0 output (hook)"), (last + 1, "training")):
         both = findings_of([outside, event("reference", step, "linear0 output")], rules, EVERY_10, LAYERS)
         assert [(each.where == lead, each.cause) for each in both] == [(True, ""), (False, "reference")]
 

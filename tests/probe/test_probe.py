@@ -217,19 +217,21 @@ def test_numbers_in_the_losses_of_the_first_step_are_settings() -> None:
     model, other, given = nn.Linear(2, 1, bias=False), nn.Linear(2, 1), Tensor.backward
     with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
         for _ in range(2):  # accumulated gradients
-            (model(torch.ones(4, 2)).square().mean() * 0.25 / 3).backward()
+            (2 * ((model(torch.ones(4, 2)).square() * 0.25).mean() / 3)).backward()
         with torch.autograd.graph.save_on_cpu():  # hooks on saved tensors, which are not for numbers
-            (2 * model(torch.ones(1, 2)) * torch.tensor(5.0)).backward(torch.ones(1, 1))
+            (2 * model(torch.ones(1, 2)) * torch.tensor(5.0)).abs().backward(torch.ones(1, 1))
         (7 * other(torch.ones(1, 2))).sum().backward()  # of another model
         assert Tensor.backward is not given
         probe.end_step()
         assert Tensor.backward is given
         settings = {name: text for name, text in probe.layers["settings"][0].items() if name.startswith("loss.")}
     assert settings == {
-        "loss.DivBackward0": "1 (other=3)",
+        "loss.AbsBackward0": "1",
         "loss.MeanBackward0": "1",
         "loss.MulBackward0": "1, 1 (other=0.25), 1 (other=2)",
         "loss.PowBackward0": "1 (exponent=2)",
+        "loss.factor.DivBackward0": "1 (other=3)",
+        "loss.factor.MulBackward0": "1 (other=2)",
     }
 
 
@@ -239,7 +241,7 @@ def test_loss_before_its_backward_precedes_what_the_loop_makes_of_it() -> None:
     with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
         (2 * probe.loss(model(torch.ones(3, 2)).mean() * 0.5)).backward()
         probe.end_step()
-    assert probe.layers["settings"][0]["loss.MulBackward0"] == "1 (other=0.5)"
+    assert probe.layers["settings"][0]["loss.factor.MulBackward0"] == "1 (other=0.5)"
 
 
 def test_backward_of_a_reentrant_checkpoint_is_no_loss() -> None:

@@ -255,6 +255,16 @@ def test_margin_of_a_metric_has_a_floor(tmp_path: Path, metric: str, values: Seq
     assert table_of(made).loc[0, "spread"] == pytest.approx(spread, rel=ROUNDING)
 
 
+@pytest.mark.parametrize("last", [2.0, 4.0])
+def test_margin_of_the_mean_loss_is_that_of_a_single_series(tmp_path: Path, last: float) -> None:
+    for at, loss in enumerate((2.0, last)):
+        metrics = [{"step": step, "phase": "train", "loss": loss} for step in range(4, 8)]
+        write_run(tmp_path / str(at), rows={"metrics": metrics})
+    (spread,) = table_of(make_reference(tmp_path, ["mean_loss"]))["spread"].unique()
+    margin = stats.t.ppf(1 - 1e-4, 3) * np.sqrt(np.var([2.0, last], ddof=1) * (1 + 1 / 2))
+    assert spread == pytest.approx(max(margin, 0.1 * last), rel=ROUNDING)
+
+
 def write_losses(folder: Path, count: int = 20) -> str:
     """Write two runs whose loss is 1 and 2, and 3 and 4 in evaluations, with a statistic that is 1."""
     for at in range(2):
@@ -279,6 +289,15 @@ def test_losses_are_compared_in_recorded_steps_and_in_evaluations(tmp_path: Path
     (event,) = fired(entry, sorted([*inside, *evaluations], key=lambda step: step["step"]))
     assert (event.step, event.value, event.threshold) == (16, 0.5, 3.0)
     assert ": eval loss 0.5, below 3; 3 to 4 in" in event.message
+
+
+def test_learning_rate_is_compared_in_each_step(tmp_path: Path) -> None:
+    metrics = [{"step": step, "phase": "train", "loss": 1.0, "lr": 0.1} for step in range(8)]
+    write_values(tmp_path / "0", {"rms": [1.0, 1.0]}, every=4, metrics_of=metrics)
+    rows = {step["step"]: step["rows"] for step in stepped([1.0, 1.0], every=4)}
+    steps = [Step(step=at, rows=rows.get(at, []), loss=1.0, lr=0.1 if at < 2 else 0.9) for at in range(8)]
+    (event,) = fired({"from": str(tmp_path)}, steps)
+    assert (event.step, event.value, event.location) == (3, 0.9, None)
 
 
 def write_noisy_losses(folder: Path, count: int = 32) -> str:
@@ -531,11 +550,39 @@ def test_layers_without_gradients_are_detached_or_not_called(tmp_path: Path, how
         torch.manual_seed(seed)
         train_steps(_Branches(""), HOOKS, torch.randn(4, 16, 4), out=tmp_path / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
-    with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
+    with pytest.warns(instrument.InstrumentWarning, match="other setting( of gradients)?: at step 0"):
         probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 16, 4), rules=rules)
     finding = probe.findings.iloc[0]
     assert finding["value"].startswith(first)
     assert finding["advice"] == ReferenceRanges.advice_in[part]
+
+
+def _train_with_factor(seed: int, factor: float, noted: float = 1.0, **options: Any) -> AttachedProbe:
+    """Train with a loss that is multiplied before the backward pass, and pass it multiplied by another factor."""
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with instrument.attach(model, HOOKS, optimizer=optimizer, **options) as probe:
+        for batch in torch.randn(4, 64, 4):
+            loss = model(batch).square().mean()
+            (loss * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            probe.end_step(loss=loss.item() * noted)
+    return probe
+
+
+@pytest.mark.parametrize(
+    ("noted", "what", "part"), [(1.0, "other setting of gradients", "backward"), (64.0, "other setting", "loss")]
+)
+def test_factor_of_a_usual_loss_scales_gradients(tmp_path: Path, noted: float, what: str, part: Part) -> None:
+    for seed in range(3):
+        _train_with_factor(seed, 0.25, out=tmp_path / str(seed), rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
+    with pytest.warns(instrument.InstrumentWarning, match=f"{what}: at step 0"):
+        finding = _train_with_factor(7, 16.0, noted, rules=rules).findings.iloc[0]
+    assert finding["value"].startswith("loss.factor.MulBackward0 1 (other=16.0); 1 (other=0.25) in 3 healthy runs")
+    assert (finding["what"], finding["advice"]) == (what, ReferenceRanges.advice_in[part])
 
 
 def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tmp_path: Path) -> None:
