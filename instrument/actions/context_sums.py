@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..stats.flatten import is_on_host
-from ..stats.portable import parts_of, softmax_of, widest
+from ..stats.portable import float32_or_wider, parts_of, softmax_of, widest
 from ..tables.statistics import (
     ENTROPIES,
     INPUT_SQUARES,
@@ -92,7 +92,7 @@ def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, N
         return {}
     total = x.new_zeros(3, dtype=widest(x.device))
     for rows in parts_of(x.reshape(-1, x.shape[-1])):
-        log_partitions, entropies = softmax_of(rows.to(torch.promote_types(rows.dtype, torch.float32)))
+        log_partitions, entropies = softmax_of(rows.to(float32_or_wider(rows.dtype)))
         finite = log_partitions.isfinite()
         numbers = (torch.where(finite, each, 0.0).sum() for each in (entropies, log_partitions.square()))
         total += torch.stack([*numbers, finite.sum()])

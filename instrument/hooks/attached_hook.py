@@ -178,10 +178,15 @@ class AttachedHook(HookCoverage):
         return NO_TENSOR if self.is_record_hook or not dtypes else not_floating_point(dtypes)
 
     def needs(self, sum_: Sum) -> bool:
-        """Return whether a statistic that it measures, also for its condition, needs a sum."""
+        """Return whether a statistic that it measures needs a sum."""
+        return sum_ in needs_of(self._measured)
+
+    @property
+    def _measured(self) -> tuple[str, ...]:
+        """The statistics that it measures, also for its condition."""
         spec = self.site.spec
         names = spec.statistics if isinstance(spec, StatisticsSpec) else ()
-        return sum_ in needs_of(names if spec.condition is None else (*names, spec.condition.stat))
+        return names if spec.condition is None else (*names, spec.condition.stat)
 
     @property
     def has_statistics(self) -> bool:
@@ -369,6 +374,11 @@ class AttachedHook(HookCoverage):
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
             return tensor  # recorded in the original pass
+        if tensor.is_nested and (self.selector is not None or self.split_dim is not None) and self._measured:
+            raise HookError(
+                f"{describe(context)} measures a part of a nested tensor, whose padding would count as elements; record the "
+                "complete tensor, or keep the part with stats: none and tensors: true"
+            )
         action: Callable[[Tensor, Context], Tensor | None] = self.action
         if self.condition is not None:
             action = partial(self.condition.apply, action)

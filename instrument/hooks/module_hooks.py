@@ -20,6 +20,7 @@ from ..errors import HookError
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..stats.cpu_kernel import is_connected
 from ..stats.flatten import unreadable
+from ..stats.portable import float32_or_wider
 from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
@@ -244,7 +245,7 @@ class ModuleHooks(SuspendableModuleHooks):
         elif tensor is not None and given is not None and _is_comparable(tensor, given):
             reason = unreadable(tensor) or NO_TENSOR
             if reason == NO_TENSOR:
-                wide = torch.promote_types(torch.promote_types(tensor.dtype, given.dtype), torch.float32)
+                wide = torch.promote_types(float32_or_wider(tensor.dtype), float32_or_wider(given.dtype))
                 change = tensor.detach().to(wide) - given.to(wide)
         for attached in self.changes:
             if not attached.acts_in(call.index):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..runtime.lazy_compiler import excluded_method
 from ..stats.flatten import unreadable
+from ..stats.portable import float32_or_wider
 from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
@@ -192,7 +193,7 @@ class StepHooks(OptimizerHooks):
             if parameter is None or not is_readable or id(parameter) in untrained:
                 self.parameters_before.pop(attached, None)
                 continue
-            buffer, wide = self.parameters_before.get(attached), torch.promote_types(parameter.dtype, torch.float32)
+            buffer, wide = self.parameters_before.get(attached), float32_or_wider(parameter.dtype)
             wanted = parameter.shape, wide, parameter.device
             if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != wanted:
                 buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
@@ -305,6 +306,8 @@ class StepHooks(OptimizerHooks):
 
 
 def _supports_foreach(buffer: Tensor, parameter: Tensor) -> bool:
-    """Return whether a parameter and its copy are of no subclass, and the copy can store the parameter exactly."""
+    """Return whether a parameter and its copy are of no subclass, and the copy can store the parameter exactly. float8 is not supported."""
     is_known = type(parameter) in (Tensor, Parameter) and type(buffer) is Tensor and not is_lazy(parameter)
-    return is_known and torch.promote_types(buffer.dtype, parameter.dtype) == buffer.dtype
+    return (
+        is_known and parameter.dtype.itemsize > 1 and torch.promote_types(buffer.dtype, parameter.dtype) == buffer.dtype
+    )

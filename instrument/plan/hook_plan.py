@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -89,6 +90,22 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
             problems += error.problems
     raise_problems(problems)
     return HookPlan(layers, specs, tuple(sites))
+
+
+def unhooked_modules(plan: HookPlan) -> dict[str, list[str]]:
+    """Return the names of modules that a spec selects, but that were added to the model after the plan was made, by spec."""
+    known = {name for layer in plan.layers for name in layer.names}
+    layers = Layers.of(plan.layers.model)
+    added = [
+        layer for layer in layers if id(layer.module) not in plan.layers.by_module and known.isdisjoint(layer.names)
+    ]
+    unhooked: dict[str, list[str]] = {}
+    for name, spec in plan.specs.items() if added else ():
+        with suppress(ConfigError):  # it matched modules that were removed
+            selected = {id(site.layer) for site in _sites(spec, layers, f"hooks.{name}")}
+            if labels := [layer.label for layer in added if id(layer) in selected]:
+                unhooked[name] = labels
+    return unhooked
 
 
 def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:

@@ -33,6 +33,11 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or the dtype if it is wider. PyTorch does not promote float8."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return parts of a strided tensor along dimension 0 with about `PART` elements, whose copies in another dtype are small."""
     parts: tuple[Tensor, ...] = tensor.split(max(1, PART // max(1, math.prod(tensor.shape[1:]))))

@@ -365,7 +365,7 @@ for _table in (
             rank | int32 | | process of a distributed run, from 0
             layer | string | | the layer of the event; null if it concerns no layer
             rule | label | | name of the rule in the configuration that fired, such as non_finite; of other events:
-                coverage, dropped, metrics, budget, fallback, hidden_module, fast_path, replaced, optimizer, clipping,
+                coverage, dropped, metrics, budget, fallback, hidden_module, fast_path, replaced, added, optimizer, clipping,
                 init_from, data, output, no_end_step, ranks, compiled, graph_break, device_statistics, statistics,
                 flight_recorder, placement, recording, tracking, remote, control, resumed, restarted, replay, counterfactual, error,
                 interrupted

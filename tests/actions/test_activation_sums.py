@@ -82,6 +82,13 @@ def test_change_of_the_first_tensors_of_nested_values() -> None:
     assert row["path"] == "1"
 
 
+def test_change_of_a_float8_tensor() -> None:
+    """PyTorch does not promote float8."""
+    x = torch.tensor([3.0, 4.0]).to(torch.float8_e4m3fn)
+    (row,), _ = change_of(Calls(lambda x: (2 * x.float()).to(x.dtype)), x)
+    assert (row["branch_ratio"], row["input_cosine"]) == (1.0, pytest.approx(1.0))
+
+
 def test_change_is_to_the_output_that_hooks_leave() -> None:
     x = torch.randn(2, 3)
     hooks = {
@@ -199,11 +206,12 @@ def test_token_cosine_leaves_out_tokens_without_a_direction() -> None:
 
 @pytest.mark.spread(3)
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.float8_e5m2])
 def test_statistics_of_logits_equal_scipy(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = 4 * torch.randn(3, 5, 11, dtype=dtype)
+    x = 4 * torch.randn(3, 5, 11, dtype=torch.float64)
     x[0, 0, 3:] = -math.inf  # masked classes
+    x = x.to(dtype)
     wide = x.double().numpy()
     entropies = scipy.stats.entropy(scipy.special.softmax(wide, axis=-1), axis=-1)
     squares = scipy.special.logsumexp(wide, axis=-1) ** 2

@@ -234,6 +234,20 @@ def test_nested_tensor_is_kept_padded(layout: torch.layout) -> None:
     assert probe.sink.records("stats")[0]["numel"] == 10
 
 
+@pytest.mark.parametrize("part", [{"units": [0]}, {"split_dim": 2}], ids=str)
+def test_statistics_of_a_part_of_a_nested_tensor_are_refused(part: dict[str, Any]) -> None:
+    """A part is that of the padded tensor, whose padding is NaN."""
+    nesting = Calls(lambda x: torch.nested.nested_tensor([x[0, :2], x[1]], layout=torch.jagged))
+    batch = torch.arange(12.0).view(2, 3, 2)
+    with pytest.raises(
+        instrument.HookError, match="padding would count as elements; record the complete tensor, or keep the part"
+    ):
+        run_step(nesting, {"h": spec(**part)}, batch)
+    _, probe = run_step(nesting, {"h": spec(stats="none", tensors=True, **part)}, batch)
+    kept = probe.sink.records("tensors")[0]["values"].reshape(2, 3)
+    assert torch.equal(kept.nan_to_num(-1.0), torch.tensor([[0.0, 2.0, -1.0], [6.0, 8.0, 10.0]]))
+
+
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_extremes_of_64_bit_integers_are_exact(

@@ -182,6 +182,19 @@ def test_update_of_parameters_of_any_class(kind: str) -> None:
     assert probe.stats["mean"].tolist() == pytest.approx([-0.2, -0.2], rel=1e-6)
 
 
+def test_update_of_a_frozen_float8_weight_is_zero() -> None:
+    """PyTorch does not promote float8."""
+    model = nn.Linear(2, 1)
+    model.weight = nn.Parameter(torch.ones(1, 2).to(torch.float8_e4m3fn), requires_grad=False)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    updates = {"update": {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}}
+    with instrument.attach(model, updates, optimizer=optimizer, rules=None) as probe:
+        model.bias.grad = torch.ones(1)
+        optimizer.step()
+        probe.end_step()
+    assert probe.stats.set_index("path")["mean"].to_dict() == pytest.approx({"weight": 0.0, "bias": -0.1})
+
+
 def test_step_post_intervention_changes_the_updated_parameter() -> None:
     model, plain = net(), net()
     clip = {"layers": "0", "params": "weight", "kind": "step_post", "action": "clip", "value": 0.1}

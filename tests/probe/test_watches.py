@@ -128,6 +128,23 @@ def test_replaced_module_is_reported() -> None:
     assert coverage["0"]["fired"] == 3
 
 
+def test_added_modules_without_hooks_are_reported() -> None:
+    """Of a hook that selects them; also the parts of a module that replaces another one, but not a hooked part that it contains."""
+    model, batch = make()
+    hooks = {"all": record("forward", "**"), "first": record("forward", "0")}
+    with instrument.attach(model, hooks) as probe:
+        for step in range(2):
+            model(batch)
+            probe.end_step()
+            if step == 0:
+                model.add_module("8", nn.Identity())
+                model.add_module("9", nn.Linear(model(batch).shape[-1], 2))
+                model[0] = nn.Sequential(model[0], nn.Identity())
+    found = [event["message"] for event in probe.sink.records("events") if event["rule"] == "added"]
+    (message,) = found
+    assert message.startswith("hook 'all' does not run on modules that were added after it was attached: 0.1, 8, 9;")
+
+
 def test_proxy_of_a_module_is_no_part_of_the_model() -> None:
     model = nn.Bilinear(2, 2, 2)
     model.itself = weakref.proxy(model)
