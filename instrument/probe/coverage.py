@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,12 +20,16 @@ from .program_settings import module_settings
 from .recorder import Recorder, count_at_site
 
 
-def frozen_layers(plan: HookPlan) -> frozenset[str]:
-    """Return the names of the modules whose own parameters are all frozen."""
-    parameters = {layer.name: [parameter for _, parameter in layer.own_parameters()] for layer in plan.layers}
-    return frozenset(
-        name for name, own in parameters.items() if own and not any(parameter.requires_grad for parameter in own)
-    )
+class FrozenLayers(Container[str]):
+    """The names of the modules whose own parameters are all frozen at the time of a test. A program may freeze them during the run."""
+
+    def __init__(self, plan: HookPlan) -> None:
+        self._layers = {layer.name: layer for layer in plan.layers}
+
+    def __contains__(self, name: object) -> bool:
+        layer = self._layers.get(name) if isinstance(name, str) else None
+        own = [parameter for _, parameter in layer.own_parameters()] if layer is not None else []
+        return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[str, str]) -> list[Row]:

@@ -39,7 +39,7 @@ from ..tables.sink_interface import Sink
 from ..values.dtensor import own_rank
 from .budget import Budget
 from .collectives import Ranks
-from .coverage import coverage_rows, frozen_layers, layer_rows, write_coverage
+from .coverage import FrozenLayers, coverage_rows, layer_rows, write_coverage
 from .hook_set import HookSet
 from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
@@ -116,7 +116,7 @@ class Probe(OwnedByProcess):
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
         read = {name: rule for name, rule in (rules or {}).items() if hooks_read(rule, plan.specs) != []}
-        self.rules = RuleSet(read, self._write_event, frozen_layers(plan))
+        self.rules = RuleSet(read, self._write_event, FrozenLayers(plan))
         self.ranks = ranks
         self._rule_rows = RuleRows(self.rules)
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)

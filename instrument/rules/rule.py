@@ -8,7 +8,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -166,7 +166,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
     saved: ClassVar[tuple[str, ...]] = ()
     """The attributes that a checkpoint keeps, without the underscore."""
 
-    frozen_layers: Collection[str] = ()
+    frozen_layers: Container[str] = ()
     """The layers whose parameters are all frozen."""
 
     def __init_subclass__(cls, name: str = "", **options: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class RuleSet:
         self,
         specs: Mapping[str, RuleBase],
         write: Callable[[RuleEvent], None],
-        frozen_layers: Collection[str] = frozenset(),
+        frozen_layers: Container[str] = frozenset(),
     ) -> None:
         self.specs = specs
         self._rules = {name: make_rule(spec) for name, spec in specs.items()}

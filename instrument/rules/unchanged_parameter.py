@@ -17,7 +17,7 @@ class UnchangedParameterRule(PersistentRule):
     It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are
     two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
     SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
-    (`requires_grad` is False) do not count either. If the run records updates, parameters without an update do not count, such as those
+    (`requires_grad` is False) do not count either, from the step in which they are frozen. If the run records updates, parameters without an update do not count, such as those
     of a target network: no optimizer holds them, and they have no gradient.
     """
 
@@ -55,7 +55,12 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         self._previous[chosen.slots] = values
         rests = rows.metric("lr") == 0 or bool(rows.metric("skipped")) or rows.metric("loss") == 0
         unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same)
-        return unchanged & self._is_trained[chosen.slots] & (not rests)
+        unchanged &= self._is_trained[chosen.slots] & (not rests)
+        for at in np.flatnonzero(unchanged):
+            unchanged[at] = (
+                chosen.locations[at].layer not in self.frozen_layers
+            )  # it may have been frozen since `selects`
+        return unchanged
 
     def times_needed(self, slots: IndexArray) -> IndexArray:
         return np.where(self._is_update[slots], self.spec.for_, max(1, self.spec.for_ - 1))

@@ -670,6 +670,30 @@ def test_frozen_parameter_with_momentum_changes_only_with_a_gradient(set_to_none
     assert found == (set() if set_to_none else {"0"})
 
 
+@pytest.mark.parametrize("freezes", [False, True])
+def test_layers_that_are_frozen_during_the_run_may_be_unchanged(freezes: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in (model[0], model[2])], lr=0.1)
+    with instrument.attach(
+        model,
+        {"weights": {"layers": "*", "kind": "step_post", "action": "record"}},
+        optimizer=optimizer,
+        rules={"still": {"rule": "unchanged_parameter"}},
+    ) as probe:
+        for step, batch in enumerate(BATCHES):
+            if step == 3 and freezes:
+                model[2].requires_grad_(False)
+            elif step == 3:
+                optimizer.param_groups[1]["lr"] = 0.0
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    events = probe.run.events
+    assert events[events.rule == "still"].layer.tolist() == ([] if freezes else ["2"])
+
+
 # ------------------------------------------------------------------------------------------------ rate_in_effect
 
 
