@@ -79,14 +79,12 @@ static PyObject *no_path, *minus_one, *compiler_module;
 static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type, *observer_type, *function_call_type;
 
 static PyObject *connect_torch(PyObject *self, PyObject *args) {
-    PyObject *given[FUNCTIONS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                          &given[6], &given[7], &given[8], &given[9], &given[10], &given[11], &given[12], &given[13]))
-        return NULL;
+    if (PyTuple_Size(args) != FUNCTIONS)
+        return PyErr_Format(PyExc_TypeError, "connect_torch takes %d arguments", FUNCTIONS);
     for (int i = 0; i < FUNCTIONS; i++) {
         PyObject *old = functions[i];
-        functions[i] = Py_NewRef(given[i]);
+        functions[i] = Py_NewRef(PyTuple_GetItem(args, i));
         Py_XDECREF(old);
     }
     Py_RETURN_NONE;
@@ -118,14 +116,21 @@ typedef struct {
         for (int i = 0; i < (COUNT); i++)                                                                             \
             Py_CLEAR(((Holder *)self)->references[i]);                                                                \
         return 0;                                                                                                     \
+    }                                                                                                                 \
+    static void TYPE##_dealloc(PyObject *self) {                                                                      \
+        PyTypeObject *class = Py_TYPE(self);                                                                          \
+        PyObject_GC_UnTrack(self);                                                                                    \
+        TYPE##_clear(self);                                                                                           \
+        ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);                                                          \
+        Py_DECREF(class);                                                                                             \
     }
 
-static void release(PyObject *self, inquiry clear) {
-    PyTypeObject *class = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    clear(self);
-    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
-    Py_DECREF(class);
+/* Returns a new object with these first references; NULL with an exception set. */
+static PyObject *new_holder(PyTypeObject *class, PyObject *const *references, int count) {
+    Holder *self = (Holder *)((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0);
+    for (int i = 0; self && i < count; i++)
+        self->references[i] = Py_NewRef(references[i]);
+    return (PyObject *)self;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------- counts */
@@ -262,32 +267,25 @@ typedef struct {
 
 HOLDER(recording, 7)
 
-static PyObject *allocate(PyTypeObject *class) { return ((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0); }
-
 static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *slab, *counts, *clock, *slots, *module;
+    PyObject *given[5]; /* slab, counts, clock, slots, module */
     int further, at_boundary, records_recomputation;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!O!OOOipp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
+    if (!PyArg_ParseTuple(args, "O!O!OOOipp", slab_type, &given[0], counts_type, &given[1], &given[2], &given[3], &given[4],
                           &further, &at_boundary, &records_recomputation))
         return NULL;
-    Recording *self = (Recording *)allocate(class);
-    if (!self)
-        return NULL;
-    self->further = further;
-    self->at_boundary = at_boundary;
-    self->records_recomputation = records_recomputation;
-    self->slab = Py_NewRef(slab);
-    self->counts = Py_NewRef(counts);
-    self->clock = Py_NewRef(clock);
-    self->slots = Py_NewRef(slots);
-    self->module = Py_NewRef(module);
+    Recording *self = (Recording *)new_holder(class, given, 5);
+    if (self) {
+        self->further = further;
+        self->at_boundary = at_boundary;
+        self->records_recomputation = records_recomputation;
+    }
     return (PyObject *)self;
 }
 
-static void recording_dealloc(Recording *self) {
+static void recording_free(Recording *self) {
     PyMem_Free(self->slots_by_call);
-    release((PyObject *)self, recording_clear);
+    recording_dealloc((PyObject *)self);
 }
 
 /* 1 if a row was added, 0 if the tensor is not plain, -1 with an exception set. */
@@ -379,7 +377,7 @@ static PyType_Slot recording_slots[] = {
     {Py_tp_call, recording_call},
     {Py_tp_traverse, recording_traverse},
     {Py_tp_clear, recording_clear},
-    {Py_tp_dealloc, recording_dealloc},
+    {Py_tp_dealloc, recording_free},
     {0, NULL},
 };
 
@@ -411,30 +409,17 @@ static int are_all(PyObject *tuple, PyTypeObject *class) {
 }
 
 static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *clock, *indices, *outputs, *counts, *gradients, *finish;
+    PyObject *given[6]; /* clock, indices, outputs, counts, gradients, finish */
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O!O", &clock, indices_type, &indices, &PyTuple_Type, &outputs, &PyTuple_Type,
-                          &counts, &PyTuple_Type, &gradients, &finish))
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!O", &given[0], indices_type, &given[1], &PyTuple_Type, &given[2], &PyTuple_Type,
+                          &given[3], &PyTuple_Type, &given[4], &given[5]))
         return NULL;
-    if (PyTuple_Size(outputs) != PyTuple_Size(counts) || !are_all(counts, counts_type) ||
-        !are_all(gradients, recording_type) || !functions[0]) {
-        PyErr_SetString(PyExc_TypeError, functions[0] ? "outputs need FiringCounts, and gradients must be a tuple of Recording"
-                                                      : "connect_torch was not called");
-        return NULL;
-    }
-    PlainCalls *self = (PlainCalls *)allocate(class);
-    if (!self)
-        return NULL;
-    self->clock = Py_NewRef(clock);
-    self->indices = Py_NewRef(indices);
-    self->outputs = Py_NewRef(outputs);
-    self->counts = Py_NewRef(counts);
-    self->gradients = Py_NewRef(gradients);
-    self->finish = Py_NewRef(finish);
-    return (PyObject *)self;
+    if (!functions[0])
+        return PyErr_Format(PyExc_TypeError, "connect_torch was not called");
+    if (PyTuple_Size(given[2]) != PyTuple_Size(given[3]) || !are_all(given[3], counts_type) || !are_all(given[4], recording_type))
+        return PyErr_Format(PyExc_TypeError, "outputs need FiringCounts, and gradients must be a tuple of Recording");
+    return new_holder(class, given, 6);
 }
-
-static void calls_dealloc(PyObject *self) { release(self, calls_clear); }
 
 /* Whether hooks do nothing now: the clock is closed, or a transform of torch.func or torch.jit.trace runs the code. -1 with an exception
    set. */
@@ -522,11 +507,9 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
         Py_XDECREF(node);
         return result;
     }
-    OutputGradientHook *hook = (OutputGradientHook *)allocate(gradient_type);
-    if (hook) {
-        hook->calls = Py_NewRef((PyObject *)self);
+    OutputGradientHook *hook = (OutputGradientHook *)new_holder(gradient_type, (PyObject *[]){(PyObject *)self}, 1);
+    if (hook)
         hook->index = index;
-    }
     int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
     const int has_no_base = result < 0 ? -1 : attribute_is(output, name__base, Py_None);
     if (!has_no_base)
@@ -612,8 +595,6 @@ static PyType_Spec calls_spec = {"instrument.stats.native.PlainCalls", sizeof(Pl
 
 /* ---------------------------------------------------------------------------------------------------------------- gradients */
 
-static void gradient_dealloc(PyObject *self) { release(self, gradient_clear); }
-
 static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObject *kwargs) {
     PyObject *gradient;
     (void)kwargs;
@@ -683,23 +664,16 @@ HOLDER(function_call, 11)
 
 static PyObject *new_function_call(PyTypeObject *class, PyObject *frame, PyObject *observers, PyObject *leaf_hooks, PyObject *call,
                                    PyObject *firing) {
-    FunctionCall *self = (FunctionCall *)allocate(class);
-    if (!self)
-        return NULL;
-    self->frame = Py_NewRef(frame);
-    self->observers = Py_NewRef(observers);
-    self->leaf_hooks = Py_NewRef(leaf_hooks);
-    self->given_call = Py_NewRef(call);
-    self->firing = Py_NewRef(firing);
-    self->pause_reason = Py_NewRef(Py_None);
-    self->compiled = PyTuple_New(0);
-    PyObject **const dicts[] = {&self->counts, &self->called, &self->obstacles, &self->gradients};
-    for (size_t i = 0; i < sizeof dicts / sizeof *dicts; i++)
-        *dicts[i] = PyDict_New();
-    if (!PyErr_Occurred())
-        return (PyObject *)self;
-    Py_DECREF((PyObject *)self);
-    return NULL;
+    PyObject *counts = PyDict_New(), *called = PyDict_New(), *obstacles = PyDict_New(), *gradients = PyDict_New(), *compiled = PyTuple_New(0);
+    PyObject *const references[] = {frame,  observers, leaf_hooks, call,     firing, counts,
+                                    called, obstacles, gradients,  compiled, Py_None};
+    PyObject *self = PyErr_Occurred() ? NULL : new_holder(class, references, 11);
+    Py_XDECREF(counts);
+    Py_XDECREF(called);
+    Py_XDECREF(obstacles);
+    Py_XDECREF(gradients);
+    Py_XDECREF(compiled);
+    return self;
 }
 
 static PyObject *function_call_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
@@ -709,8 +683,6 @@ static PyObject *function_call_new(PyTypeObject *class, PyObject *args, PyObject
         return NULL;
     return new_function_call(class, frame, observers, leaf_hooks, call, firing);
 }
-
-static void function_call_dealloc(PyObject *self) { release(self, function_call_clear); }
 
 #define MEMBER(NAME, FLAGS) {#NAME, T_OBJECT, offsetof(FunctionCall, NAME), FLAGS, NULL}
 static PyMemberDef function_call_members[] = {
@@ -761,24 +733,13 @@ typedef struct {
 } FunctionOwner;
 
 static PyObject *observer_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *mode, *known, *running, *codes, *observe, *finish;
+    PyObject *given[6]; /* mode, known, running, codes, observe, finish */
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!O!OO", &mode, &PyDict_Type, &known, &PyList_Type, &running, &PyDict_Type, &codes,
-                          &observe, &finish))
+    if (!PyArg_ParseTuple(args, "OO!O!O!OO", &given[0], &PyDict_Type, &given[1], &PyList_Type, &given[2], &PyDict_Type, &given[3],
+                          &given[4], &given[5]))
         return NULL;
-    FunctionObserver *self = (FunctionObserver *)allocate(class);
-    if (!self)
-        return NULL;
-    self->mode = Py_NewRef(mode);
-    self->known = Py_NewRef(known);
-    self->running = Py_NewRef(running);
-    self->codes = Py_NewRef(codes);
-    self->observe = Py_NewRef(observe);
-    self->finish = Py_NewRef(finish);
-    return (PyObject *)self;
+    return new_holder(class, given, 6);
 }
-
-static void observer_dealloc(PyObject *self) { release(self, observer_clear); }
 
 static int is_module_call(PyObject *frame) {
     return is_object((PyObject *)PyFrame_GetCode((PyFrameObject *)frame), functions[CODE]);
@@ -956,29 +917,19 @@ typedef struct {
 HOLDER(functions, 9)
 
 static PyObject *functions_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *clock, *indices, *threads, *calls, *running_class, *observers, *leaf_hooks;
+    PyObject *given[7]; /* clock, indices, threads, calls, class, observers, leaf hooks */
     int is_shared;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!pOOO!O!O", &clock, indices_type, &indices, &is_shared, &threads, &calls, &PyType_Type,
-                          &running_class, &PyDict_Type, &observers, &leaf_hooks))
+    if (!PyArg_ParseTuple(args, "OO!pOOO!O!O", &given[0], indices_type, &given[1], &is_shared, &given[2], &given[3], &PyType_Type,
+                          &given[4], &PyDict_Type, &given[5], &given[6]))
         return NULL;
-    if (!PyType_IsSubtype((PyTypeObject *)running_class, function_call_type))
+    if (!PyType_IsSubtype((PyTypeObject *)given[4], function_call_type))
         return PyErr_Format(PyExc_TypeError, "the class must be derived from FunctionCall");
-    FunctionCalls *self = (FunctionCalls *)allocate(class);
-    if (!self)
-        return NULL;
-    self->clock = Py_NewRef(clock);
-    self->indices = Py_NewRef(indices);
-    self->threads = Py_NewRef(threads);
-    self->calls = Py_NewRef(calls);
-    self->class = Py_NewRef(running_class);
-    self->observers = Py_NewRef(observers);
-    self->leaf_hooks = Py_NewRef(leaf_hooks);
-    self->is_shared = is_shared;
+    FunctionCalls *self = (FunctionCalls *)new_holder(class, given, 7);
+    if (self)
+        self->is_shared = is_shared;
     return (PyObject *)self;
 }
-
-static void functions_dealloc(PyObject *self) { release(self, functions_clear); }
 
 /* Returns the observer of this thread's mode; NULL if Python code is needed. */
 static FunctionObserver *observer_here(FunctionCalls *self) {

@@ -30,9 +30,10 @@ from ..values.nested import iter_tensors
 
 _MAX_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__
-# Reads and writes of properties, methods that change no value, and functions whose result has no values yet.
+# Reads and writes of properties, methods that change no value, and functions whose result has no values yet. The hooks of this package
+# call some of them where a mode of another probe is active.
 _IGNORED = frozenset(
-    {"__get__", "__set__", "__delete__"}
+    {"__get__", "__set__", "__delete__", "is_inference", "is_neg", "storage_offset", "stride", "untyped_storage"}
     | {"detach_", "register_hook", "requires_grad_", "retain_grad", "set_", "share_memory_"}
     | {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )

@@ -349,6 +349,21 @@ def test_operations_of_another_probe_are_not_seen() -> None:
     assert [path for _, path in recorded(probe)] == ["linear.0", "relu.0"]
 
 
+@pytest.mark.parametrize("inner", [FUNCTION, {**FUNCTION, "action": "scale", "factor": 0.5}])
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad])
+def test_checks_by_another_probe_are_not_seen(inner: dict[str, Any], context: Callable[[], Any]) -> None:
+    model = nn.Sequential(Calls(lambda x: x.relu() + 1))
+    with (
+        instrument.attach(model, {"h": record("*", ".", role="input")}) as probe,
+        instrument.attach(model, {"h": inner}),
+    ):
+        for _ in range(2):  # the functions are known in the second step
+            with context():
+                model(torch.ones(2, 3))
+            probe.end_step()
+    assert [path for _, path in recorded(probe)] == ["relu.0.0", "add.0.0"]
+
+
 def test_mode_is_only_active_inside_of_scheduled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.hooks.hook_group.has_compiled", lambda: False)  # other tests may compile code
     depths: list[int] = []
