@@ -105,8 +105,9 @@ class ParallelConfig(PlacementConfig):
         """Check the names, and sort the dimensions: `fully_shard` requires dp before tp."""
         for name in value or ():
             if name == "cp":
-                message = "'cp': context_parallel of PyTorch has no attention kernel for CPU, and fails with is_causal"
-                raise ValueError(f"{message}; call it in your own loop on CUDA, with instrument.attach")
+                reason = "has no attention kernel for CPU and fails there with is_causal"
+                fix = "call it in your own loop on CUDA, with instrument.attach"
+                raise ValueError(f"'cp': context_parallel of PyTorch {reason}; {fix}")
             if name not in DIMENSIONS:
                 known = ", ".join(f"{each} ({what})" for each, what in DIMENSIONS.items())
                 raise ValueError(f"{name!r} is not a dimension of a mesh; allowed: {known}")

@@ -94,7 +94,8 @@ def _joined(entries: Sequence[Any]) -> dict[str, Any]:
             raise ConfigError(Problem("specs", "must be a hook set, or a mapping from names to specs", given=specs))
         for name, spec in specs.items():
             if name in joined and spec is not None:
-                raise ConfigError(Problem(f"hooks.{name}", "several entries have a hook of this name"))
+                message = "several entries have a hook of this name"
+                raise ConfigError(Problem(f"hooks.{name}", message, fix="rename one"))
             joined[name] = _plain(spec)
     return joined
 

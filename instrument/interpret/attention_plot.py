@@ -130,7 +130,7 @@ def _tensors(
     return [one for one in tensors if one.series == series]
 
 
-_HOW_TO_RECORD = "record them with {kind: function, functions: softmax, action: record, tensors: true} at the modules"
+_HOW_TO_RECORD = "record them at attention modules: {kind: function, functions: softmax, action: record, tensors: true}"
 
 
 def _find_sample(

@@ -113,6 +113,8 @@ def _of_weights(
     """Return the maps [N, classes, H, W] and their classes [N, classes]."""
     if hasattr(classifier, "parameters"):
         raise InstrumentError(Problem("classifier", "is a module", type(classifier).__name__, fix="pass its weight"))
+    if not isinstance(classifier, str) and not hasattr(classifier, "detach"):
+        classifier = np.array(classifier, np.float64)  # PyTorch would round a list, and refuse reversed arrays
     own, of_layer = linear_layer(run, classifier, "classifier")
     weight: Array = own.double().numpy()
     bias: Array | float = 0.0 if of_layer is None else of_layer.double().numpy()

@@ -107,7 +107,8 @@ def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
         if (value := look.get(key)) is not None and not is_right(value):
             raise InstrumentError(Problem(key, message, f"{value!r} ({type(value).__name__})", allowed))
     if look.get("ax") is not None and look.get("width") is not None:
-        raise InstrumentError(Problem("width", "axes have the width of their figure", fix="omit width or ax"))
+        message = "axes have the width of their figure"
+        raise InstrumentError(Problem("width", message, look.get("width"), fix="omit width or ax"))
 
 
 GAP, ACROSS = 2.0, 6.0  # minimum distance of two labels above and next to each other, in pixels

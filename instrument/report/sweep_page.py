@@ -264,8 +264,7 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
     numbers = [info["metrics"] for info in run.infos]
     for (hook, settings), members in groups.items():
         for metric in metrics:
-            values = [number.get(metric) for number in numbers]
-            ends = [(pair.seed, values[pair.control], values[pair.treated]) for pair in members]
+            ends = [(pair.seed, *(numbers[at].get(metric) for at in (pair.control, pair.treated))) for pair in members]
             complete = [end for end in ends if None not in end]
             if complete:
                 row = {"hook": hook, "settings": settings, "metric": metric, "count": len(complete)}

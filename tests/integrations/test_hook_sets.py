@@ -263,7 +263,9 @@ def test_list_joins_hook_sets_and_named_specs() -> None:
     unknown = refused(model, ["gradients", "gradient"])
     assert "no hook set has this name" in unknown
     assert "similar  gradients" in unknown
-    assert "hooks.activations: several entries have" in refused(model, ["activations", {"activations": mine["mine"]}])
+    message = refused(model, ["activations", {"activations": mine["mine"]}])
+    assert "hooks.activations: several entries have" in message
+    assert "rename one" in message
     assert "a mapping from names to specs" in refused(model, ["gradients", [mine["mine"]]])
 
 

@@ -83,6 +83,10 @@ def test_cam_equals_weighted_feature_maps(run: instrument.Run, model: MnistCNN, 
     several = class_activation_map(run, classifier=classifier.weight.detach().numpy(), classes=[3, 1])
     assert several.classes.tolist() == [[3, 1]] * 3
     np.testing.assert_array_equal(several.maps[:, 1], found.maps[:, 0])
+    weight = classifier.weight.detach().double().numpy() / 3.0  # not exact in float32
+    exact = class_activation_map(run, classifier=weight, classes=1).maps
+    np.testing.assert_array_equal(class_activation_map(run, classifier=weight.tolist(), classes=1).maps, exact)
+    np.testing.assert_array_equal(class_activation_map(run, classifier=weight[::-1], classes=2).maps, exact)
 
 
 def test_grad_cam_equals_pytorch_code(run: instrument.Run, model: MnistCNN, images: Tensor) -> None:

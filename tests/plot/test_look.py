@@ -191,7 +191,10 @@ def test_scale_of_values_and_colors() -> None:
         ({"labels": "loss"}, "labels: must be a mapping of texts to texts"),
         ({"labels": {"steps": "s"}}, r"labels: the figure has no such text.*'steps'.*similar +step"),
         ({"ax": 1}, "ax: must be axes of matplotlib.*int"),
-        ({"ax": Figure().add_subplot(), "width": 3.4}, "width: axes have the width of their figure.*omit width or ax"),
+        (
+            {"ax": Figure().add_subplot(), "width": 3.4},
+            r"width: axes have the width of their figure.*3\.4.*omit width or ax",
+        ),
         ({"widht": 3.4}, r"widht: compare has no such argument\n +similar +width"),
     ],
 )

@@ -37,7 +37,7 @@ def config(parallel: Any, **train: Any) -> Any:
     [
         ("fsdp", r"train.parallel: must be ddp, fsdp2, or a mapping"),
         ({"mesh": {"dp": 2, "mp": 2}}, r"'mp' is not a dimension of a mesh; allowed: pp \(pipeline\), dp \(data\), tp"),
-        ({"mesh": {"cp": 2}}, r"'cp': context_parallel of PyTorch has no attention kernel for CPU"),
+        ({"mesh": {"cp": 2}}, r"'cp': context_parallel of PyTorch has no attention kernel for CPU and fails there with"),
         ({"mesh": {"dp": 0}}, r"train.parallel.mesh.dp"),
         ({"mesh": {"tp": 2}}, r"the dimension tp of 'mesh' requires 'plan'"),
         ({"mesh": {"dp": 2}, "plan": PLAN}, r"'plan' requires the dimension tp in 'mesh'"),
