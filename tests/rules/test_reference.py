@@ -219,6 +219,22 @@ def test_input_that_repeats_only_in_the_new_run_is_reported(tmp_path: Path) -> N
     assert "same" not in set(run("again", 7, repeats=True, rules=rules).events["rule"])
 
 
+def test_hook_set_of_inputs_shows_features_that_no_sample_of_a_batch_has(tmp_path: Path) -> None:
+    def run(name: str, seed: int, kept: int, **options: Any) -> AttachedProbe:
+        torch.manual_seed(seed)
+        states = nn.functional.one_hot(torch.randint(kept, (2, 64)), 8).float()
+        assert (states == 0).all(1).float().mean(1).tolist() == [1 - kept / 8] * 2
+        return train_steps(nn.Sequential(nn.Linear(8, 1)), "inputs", states, out=tmp_path / name, **options)
+
+    for seed in range(3):
+        run(f"healthy/{seed}", seed, 8, rules=None)
+    with pytest.warns(instrument.InstrumentWarning, match="outside of the reference"):
+        probe = run("new", 3, 5, rules={"same": {"rule": "reference", "from": str(tmp_path / "healthy")}})
+    message = probe.events.loc[probe.events["rule"] == "same", "message"].iloc[0]
+    text = "dead_fraction 0.375, above 0.1001; 0 to 0 in 3 healthy runs"  # 3 of 8; rms and std are the same
+    assert message == f"outside of the reference: at step 1 in 0[0] input (inputs): {text}"
+
+
 def test_hidden_inputs_of_constant_data_are_not_compared(tmp_path: Path) -> None:
     hooks = {"inputs": {"layers": "*", "kind": "forward_pre", "action": "record", "stats": ["rms", "fingerprint"]}}
 
