@@ -14,11 +14,11 @@ from .step_rows import BoolArray, Chosen, IndexArray, Location, StepRows
 class UnchangedParameterRule(PersistentRule):
     """A parameter has the same statistics in several recorded steps, or its update is zero, while the learning rate is not.
 
-    It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are
-    two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
+    It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are two
+    comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
     SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
-    (`requires_grad` is False) do not count either, from the step in which they are frozen. If the run records updates, parameters without an update do not count, such as those
-    of a target network: no optimizer holds them, and they have no gradient.
+    (`requires_grad` is False) do not count either, from the step in which they are frozen. If the run records updates, parameters without
+    an update do not count, such as those of a target network: no optimizer holds them, and they have no gradient.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")

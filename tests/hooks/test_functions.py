@@ -268,7 +268,7 @@ def test_plain_calls_keep_no_objects(tmp_path: Path) -> None:
             if step % 40 == 39:
                 gc.collect()
                 counts.append([sys.getrefcount(each) for each in kept])
-                assert not any(isinstance(each, HookedModule) for each in gc.get_objects())
+                assert not any(type(each) is HookedModule for each in gc.get_objects())
     assert counts[0] == counts[1]
 
 
