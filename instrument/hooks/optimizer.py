@@ -146,6 +146,11 @@ class StepHooks(OptimizerHooks):
     copied_at: int | None = None  # the training step of the copies of parameters, until the optimizer makes its step
 
     @cached_property
+    def _old_gradients(self) -> dict[int, tuple[Tensor, int]]:
+        """The gradients that parameters had when the hooks were attached, with their versions, by the `id` of the parameter."""
+        return {}
+
+    @cached_property
     def parameters_before(self) -> dict[AttachedHook, Tensor]:
         """The buffers for parameters before their update."""
         return {}
@@ -153,6 +158,10 @@ class StepHooks(OptimizerHooks):
     def attach(self) -> None:
         """Register the hook after the step, and the one before it unless the loop announces the step. Both break a compiled step."""
         self.handles.append(self.optimizer.register_step_post_hook(excluded_method(self.after_step)))
+        sites = (attached for attached in self.of_kind("step_post") if attached.role == "update")
+        for parameter in (attached.current_parameter() for attached in sites):
+            if parameter is not None and (gradient := parameter.grad) is not None:
+                self._old_gradients[id(parameter)] = gradient, gradient._version
         super().attach()
 
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -206,17 +215,27 @@ class StepHooks(OptimizerHooks):
                 copy.copy_(original)
 
     def _untrained(self, parameters: Sequence[Parameter | None]) -> set[int]:
-        """Return the `id` of those that no optimizer holds and that have no gradient, such as those of a target network.
+        """Return the `id` of those that no optimizer holds and that have no new gradient, such as those of a target network.
 
         Empty if the optimizers hold none of them: they may hold copies.
         """
         without_gradient = {
-            id(each) for each in parameters if each is not None and each.grad is None and each.requires_grad
+            id(each) for each in parameters if each is not None and each.requires_grad and not self._has_gradient(each)
         }
         if not without_gradient:
             return set()
         held = {key for optimizer in self.optimizers for key in parameter_ids(optimizer)}
         return set() if held.isdisjoint(map(id, parameters)) else without_gradient - held
+
+    def _has_gradient(self, parameter: Parameter) -> bool:
+        """Return whether a parameter has a gradient that is not that of an earlier training."""
+        gradient, old = parameter.grad, self._old_gradients.get(id(parameter))
+        if gradient is None or old is None:
+            return gradient is not None
+        if gradient is old[0] and gradient._version == old[1]:
+            return False
+        del self._old_gradients[id(parameter)]
+        return True
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites, after the step of a wrapper if there is one."""

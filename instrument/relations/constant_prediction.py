@@ -58,7 +58,8 @@ class ConstantPrediction(Relation):
         total = float(seen.sum())
         entropy = float(-(seen / total * (seen / total).log()).sum()) if total else 0.0
         is_known = total >= max(MIN_TARGETS, PER_CLASS * len(seen)) and entropy > MIN_ENTROPY * math.log(len(seen))
-        if is_known and loss > 0 and entropy > 0:
+        is_only_term = not (self.training.pair_losses or self.training.binary_losses)  # the weights of terms may change
+        if is_known and is_only_term and loss > 0 and entropy > 0:
             yield Checked(True, entropy / loss, f"the entropy of {int(total)} targets is {entropy:.4g}")
 
 

@@ -78,6 +78,7 @@ class ParametersFollowGradients(Relation):
         super().__init__(training)
         self._before: dict[Optimizer, tuple[_Sample, _Sample]] = {}  # trainable and frozen parameters
         self._unchanged: dict[Optimizer, int] = {}  # in how many steps in succession
+        self._trains: set[Optimizer] = set()  # those that have changed parameters
         self._trained: set[int] = set()  # the `id` of parameters
         self._forgotten: dict[int, Parameter] = {}  # in this step
         self._previous = _Sample(())  # those of the previous step
@@ -107,6 +108,10 @@ class ParametersFollowGradients(Relation):
         if not _is_representable(trainable, optimizer):
             return
         has_changed = any(trainable.changed())
+        if has_changed:
+            self._trains.add(optimizer)
+        elif optimizer in self._trains and "tolerance_change" in optimizer.defaults:
+            return  # LBFGS makes no further update after it has converged
         self._count += has_changed
         self._unchanged[optimizer] = times = 0 if has_changed else self._unchanged.get(optimizer, 0) + 1
         if times == TIMES:

@@ -17,15 +17,18 @@ class UnchangedParameterRule(PersistentRule):
     It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are two
     comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
     SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
-    (`requires_grad` is False) do not count either, from the step in which they are frozen. If the run records updates, parameters without
-    an update do not count, such as those of a target network: no optimizer holds them, and they have no gradient.
+    (`requires_grad` is False) do not count either, from the step in which they are frozen. If the run records updates,
+    parameters without an update do not count, such as those of a target network: no optimizer holds them, and they have no gradient.
+    An update of zero does not count if the recorded parameter has changed since the previous recorded step: its layer was skipped, as by
+    stochastic depth. Neither does a step in which no parameter changes, with exactly the loss of the previous recorded step, below the
+    first loss: an optimizer such as LBFGS has converged.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="unchanged_parameter"):
-    saved = ("counts", "previous")
+    saved = ("counts", "previous", "first", "loss")
     what = "unchanged parameter"
     stage = "gradients"
     advice = "Check that the optimizer holds it, that it is used in the loss, and that its gradient is not zero."
@@ -36,6 +39,9 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         super().__init__(spec)
         self._previous = np.zeros((0, 2))
         self._is_update = self._is_trained = np.zeros(0, np.bool_)
+        self._parameter = np.zeros(0, np.int64)  # the slot of the parameter of an update; the own one without it
+        self._first: float | None = None  # the first loss
+        self._loss: float | None = None  # that of the previous recorded step
 
     def selects(self, location: Location) -> bool:
         is_parameter = location.kind == "step_post" and location.role in ("param", "update")
@@ -45,21 +51,29 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         super().grow(count)
         self._previous = extended(self._previous, count, np.nan)
         self._is_update = np.array([location.role == "update" for location in self._slots])
+        parameters = {(each.layer, each.path): slot for each, slot in self._slots.items() if each.role == "param"}
+        self._parameter = np.array([parameters.get((each.layer, each.path), at) for each, at in self._slots.items()])
         of_updates = {(location.layer, location.path) for location in self._slots if location.role == "update"}
         has_update = [not of_updates or (location.layer, location.path) in of_updates for location in self._slots]
         self._is_trained = np.array(has_update, np.bool_)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         values = np.stack([chosen.values(rows.column(name), self.merge) for name in self.statistics], axis=1)
-        same = (values == self._previous[chosen.slots]).all(axis=1)
+        previous, loss = self._previous[chosen.slots], rows.metric("loss")
+        same = (values == previous).all(axis=1)
+        has_changed = np.zeros(len(self._slots), np.bool_)
+        has_changed[chosen.slots] = ~same & ~np.isnan(previous).any(axis=1) & ~self._is_update[chosen.slots]
         self._previous[chosen.slots] = values
-        rests = rows.metric("lr") == 0 or bool(rows.metric("skipped")) or rows.metric("loss") == 0
-        unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same)
-        unchanged &= self._is_trained[chosen.slots] & (not rests)
-        for at in np.flatnonzero(unchanged):
-            unchanged[at] = (
-                chosen.locations[at].layer not in self.frozen_layers
-            )  # it may have been frozen since `selects`
+        is_update = self._is_update[chosen.slots]
+        unchanged: BoolArray = np.where(is_update, values[:, 1] == 0, same)
+        self._first = loss if self._first is None else self._first
+        is_below_first = loss is not None and self._first is not None and loss < self._first
+        has_converged = is_below_first and loss == self._loss and bool(unchanged.all())
+        self._loss = loss
+        rests = rows.metric("lr") == 0 or bool(rows.metric("skipped")) or loss == 0 or has_converged
+        unchanged &= self._is_trained[chosen.slots] & ~has_changed[self._parameter[chosen.slots]] & (not rests)
+        for at in np.flatnonzero(unchanged):  # a layer may have been frozen since `selects`
+            unchanged[at] = chosen.locations[at].layer not in self.frozen_layers
         return unchanged
 
     def times_needed(self, slots: IndexArray) -> IndexArray:
@@ -71,6 +85,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         return Bounds("l2", low=np.nextafter(0.0, 1.0))
 
     def remember(self, steps: QuietSteps) -> None:
+        self._first = steps.losses[0] if self._first is None and len(steps.losses) else self._first
         for layout, column in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:

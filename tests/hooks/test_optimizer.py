@@ -252,8 +252,11 @@ def test_state_of_any_optimizer_is_recorded(make: Any, role: str) -> None:
     assert torch.equal(row["values"].double().view(-1), optimizer.state[model[0].weight][role].double().view(-1))
 
 
-def test_target_network_has_no_update_and_is_not_unchanged() -> None:
+@pytest.mark.parametrize("was_trained", [False, True])
+def test_target_network_has_no_update_and_is_not_unchanged(was_trained: bool) -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in ("trained", "forgotten", "target")})
+    if was_trained:
+        sum(layer(torch.randn(5, 3)).square().mean() for layer in model.values()).backward()
     optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
     hooks = {
         role: {"layers": "*", "kind": "step_post", "role": role, "action": "record"} for role in ("param", "update")

@@ -182,6 +182,33 @@ def test_closures_hold() -> None:
     assert violations(closure_steps(model, sgd(model))) == []
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_lbfgs_that_has_converged_may_leave_its_parameters_unchanged(is_trained: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50)
+    hooks = {"weights": {"layers": "**", "kind": "step_post", "action": "record"}}
+    x, y = BATCHES[0], BATCHES[1][:, :3]
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for _ in range(40):
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            before = copy.deepcopy(model.state_dict())
+            loss = optimizer.step(closure)
+            if not is_trained:
+                model.load_state_dict(before)
+            probe.end_step(loss=loss.detach())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert model.weight.grad.abs().max() > 1e-7
+    assert violations(probe) == []
+    assert (probe.events.rule == "unchanged_parameter").any() != is_trained
+
+
 class Gan(nn.Module):
     """A generator and a critic, each with an optimizer."""
 
@@ -692,6 +719,23 @@ def test_layers_that_are_frozen_during_the_run_may_be_unchanged(freezes: bool) -
             probe.end_step(loss=loss)
     events = probe.run.events
     assert events[events.rule == "still"].layer.tolist() == ([] if freezes else ["2"])
+
+
+@pytest.mark.parametrize("role", ["param", "update"])
+def test_layers_that_are_skipped_in_recorded_steps_have_changed(role: str) -> None:
+    """As by stochastic depth: with the parameters, their changes between these steps are known."""
+    model = network()
+    optimizer = sgd(model)
+    hook = {"layers": "2", "kind": "step_post", "action": "record", "every": 2}
+    hooks = {"updates": {**hook, "role": "update"}, "weights": {**hook, "role": role}}
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for step, batch in enumerate(BATCHES):
+            loss = loss_of(model, batch) if step % 2 else loss_of(model[0], batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    assert (probe.events.rule == "unchanged_parameter").any() == (role == "update")
 
 
 # ------------------------------------------------------------------------------------------------ rate_in_effect

@@ -844,6 +844,20 @@ def test_loss_that_stays_above_a_constant_prediction_is_reported(
     assert all(event["threshold"] == pytest.approx(2 * max(losses[0], np.log(4)), rel=0.02) for event in events)
 
 
+@pytest.mark.parametrize("has_two_terms", [True, False])
+def test_loss_whose_terms_get_other_weights_has_no_constant_prediction(has_two_terms: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    with instrument.attach(model, {}) as probe:
+        y = torch.arange(256) % 4
+        loss = F.cross_entropy(outputs := model(torch.randn(256, 5)), y)
+        if has_two_terms:
+            loss = F.mse_loss(outputs, torch.zeros(256, 4)) + 0.1 * loss
+        loss.backward()
+        probe.end_step(loss=loss)
+    assert [row["holds"] for row in rows_of(probe, "constant_prediction")] == ([] if has_two_terms else [True])
+
+
 def test_loss_of_a_constant_number_is_the_variance_of_the_targets() -> None:
     model = nn.Linear(5, 1)
     x, y = torch.randn(64, 5), 3 * torch.randn(64, 1)
