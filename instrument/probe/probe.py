@@ -666,7 +666,8 @@ class Probe(OwnedByProcess):
 
     def _write_event(self, event: RuleEvent) -> None:
         if event.severity == "warning":
-            self.warnings.append(event.message)
+            place = event.location or event.layer or ""
+            self.warnings.append(event.message if place in event.message else f"{event.message} ({place})")
         about = (event.location, event.value, event.threshold)
         row = (event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about)
         self.recorder.write("events", [row])

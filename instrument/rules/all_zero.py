@@ -15,9 +15,9 @@ class AllZeroRule(PersistentRule):
     """All elements of an output or of a gradient are zero (SageMaker Debugger: AllZero, 100%).
 
     Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic. Neither do
-    the further items of an output, such as masks and position biases, which can be zero by design, and outputs of one number: a module of
-    losses returns metrics, such as the fraction of clipped samples. A first step at a learning rate of 0 does not count: weights that
-    start at zero are still zero after it.
+    gradients of frozen layers, the further items of an output, such as masks and position biases, which can be zero by design, and outputs
+    of one number: a module of losses returns metrics, such as the fraction of clipped samples. A first step at a learning rate of 0 does
+    not count: weights that start at zero are still zero after it.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")

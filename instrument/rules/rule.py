@@ -167,7 +167,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
     """The attributes that a checkpoint keeps, without the underscore."""
 
     frozen_layers: Container[str] = ()
-    """The layers whose parameters are all frozen."""
+    """The layers whose parameters are all frozen. Their parameters, gradients and updates do not count."""
 
     def __init_subclass__(cls, name: str = "", **options: Any) -> None:
         """Read `fields` from the base class: `CatalogueRule[MyRule]`."""
@@ -283,6 +283,8 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         holds = self.holds(rows, chosen)
         if not (self._any or holds.any()):
             return
+        for at in np.flatnonzero(holds):  # a layer may have been frozen since `selects`
+            holds[at] = not (chosen.locations[at].is_of_parameter and chosen.locations[at].layer in self.frozen_layers)
         counts = np.where(holds, self._counts[chosen.slots] + 1, 0)
         self._counts[chosen.slots] = counts
         self._any = bool(self._counts.any())

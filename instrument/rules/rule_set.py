@@ -57,7 +57,7 @@ class RuleSet:
         self.specs = specs
         self._rules = {name: make_rule(spec) for name, spec in specs.items()}
         for rule in self._rules.values():
-            if isinstance(rule, CatalogueRule):
+            if isinstance(rule, CatalogueRule) and not isinstance(rule, ReferenceRanges):
                 rule.frozen_layers = frozen_layers
         self._write = write
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location

@@ -78,6 +78,11 @@ class Location(NamedTuple):
         return is_gradient(self.kind, self.role)
 
     @property
+    def is_of_parameter(self) -> bool:
+        """Whether the tensor is a parameter, its gradient or its update."""
+        return self.role in ("param", "param_grad", "update")
+
+    @property
     def is_of_bias(self) -> bool:
         """Whether the tensor belongs to a bias, whose gradient can cancel out in a healthy training."""
         return "bias" in self.path

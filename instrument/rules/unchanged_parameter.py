@@ -71,10 +71,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         has_converged = is_below_first and loss == self._loss and bool(unchanged.all())
         self._loss = loss
         rests = rows.metric("lr") == 0 or bool(rows.metric("skipped")) or loss == 0 or has_converged
-        unchanged &= self._is_trained[chosen.slots] & ~has_changed[self._parameter[chosen.slots]] & (not rests)
-        for at in np.flatnonzero(unchanged):  # a layer may have been frozen since `selects`
-            unchanged[at] = chosen.locations[at].layer not in self.frozen_layers
-        return unchanged
+        return unchanged & self._is_trained[chosen.slots] & ~has_changed[self._parameter[chosen.slots]] & (not rests)
 
     def times_needed(self, slots: IndexArray) -> IndexArray:
         return np.where(self._is_update[slots], self.spec.for_, max(1, self.spec.for_ - 1))

@@ -703,9 +703,12 @@ def test_layers_that_are_frozen_during_the_run_may_be_unchanged(freezes: bool) -
     optimizer = torch.optim.SGD([{"params": part.parameters()} for part in (model[0], model[2])], lr=0.1)
     with instrument.attach(
         model,
-        {"weights": {"layers": "*", "kind": "step_post", "action": "record"}},
+        {
+            "weights": {"layers": "*", "kind": "step_post", "action": "record"},
+            "gradients": {"layers": "*", "kind": "parameter_grad", "action": "record"},
+        },
         optimizer=optimizer,
-        rules={"still": {"rule": "unchanged_parameter"}},
+        rules={"still": {"rule": "unchanged_parameter"}, "zero": {"rule": "all_zero"}},
     ) as probe:
         for step, batch in enumerate(BATCHES):
             if step == 3 and freezes:
@@ -713,12 +716,13 @@ def test_layers_that_are_frozen_during_the_run_may_be_unchanged(freezes: bool) -
             elif step == 3:
                 optimizer.param_groups[1]["lr"] = 0.0
             loss = loss_of(model, batch)
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # so that a frozen parameter has a gradient of zeros
             loss.backward()
             optimizer.step()
             probe.end_step(loss=loss)
     events = probe.run.events
     assert events[events.rule == "still"].layer.tolist() == ([] if freezes else ["2"])
+    assert "zero" not in {*events.rule}
 
 
 @pytest.mark.parametrize("role", ["param", "update"])
@@ -731,7 +735,7 @@ def test_layers_that_are_skipped_in_recorded_steps_have_changed(role: str) -> No
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks, optimizer=optimizer) as probe:
         for step, batch in enumerate(BATCHES):
             loss = loss_of(model, batch) if step % 2 else loss_of(model[0], batch)
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # so that a frozen parameter has a gradient of zeros
             loss.backward()
             optimizer.step()
             probe.end_step(loss=loss)
