@@ -53,12 +53,12 @@ class ReferenceRule(PersistentRule):
         t(1 - 1e-5, 4 (n - 1)) * s * sqrt(1 + 1 / n)
 
     for n runs: the prediction interval for one further value from a normal distribution (G. J. Hahn and W. Q. Meeker, Statistical
-    Intervals, Wiley 1991, chapter 4), counted from the extremes of the runs. s is the standard deviation of their smallest and
-    largest values between the runs, in this phase or on average over all phases, whichever is larger. Phases depend on each other,
-    so they count as 4 independent ones. For losses and other values that are neither factors nor fractions, the average is over this
-    phase and its two neighbors, with 3 instead of 4: their differences change with their size. The floor is a factor of 1.25, 0.1 for a
-    fraction, and a quarter of the largest absolute value for the others. A run has one mean loss, and thousands of other series: its
-    floor is a tenth, with 1e-4 for 1e-5. One run has no standard deviation: its margin is the larger of its own range and a factor of
+    Intervals, Wiley 1991, chapter 4), counted from the extremes of the runs. s is the standard deviation of their smallest and largest
+    values between the runs, in this phase or on average over all phases, whichever is larger. Phases depend on each other, so they
+    count as 4 independent ones. For losses and other values that are neither factors nor fractions, the average is over this phase and
+    its two neighbors, with 3 instead of 4: their differences change with their size. The floor is a factor of 1.25, 0.1 for a fraction,
+    and a quarter of the largest absolute value for the others. The mean loss is a single series, and not one of thousands: its floor is
+    a tenth, and it has t(1 - 1e-4, ...). One run has no standard deviation: its margin is the larger of its own range and a factor of
     4, 0.3 for a fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
