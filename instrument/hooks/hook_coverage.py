@@ -10,7 +10,7 @@ from torch.nn.parameter import Parameter
 
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
-from ..tables.reasons import FROZEN, NO_GRADIENT, NO_TENSOR, RAISED, REMOVED, default_reason
+from ..tables.reasons import FROZEN, NO_GRADIENT, NO_TENSOR, RAISED, REMOVED, REPLACED, default_reason
 from .clock import Clock, take
 from .module_calls import Calls
 from .plain_calls import FiringCounts
@@ -28,6 +28,7 @@ class HookCoverage(FiringCounts):
         "default_reason",
         "exemptions",
         "frequency",
+        "is_replaced",
         "module_calls",
         "other_phases",
         "reasons",
@@ -45,6 +46,7 @@ class HookCoverage(FiringCounts):
         self.exemptions: Counter[str] = Counter()  # of opportunities that do not count as expected
         self.other_phases: set[str] = set()  # phases in which it had an opportunity but was not scheduled
         self.copied = False  # whether its module was copied together with its hooks
+        self.is_replaced = False  # whether its module is not a part of the model any more
         self.module_calls: Calls | None = None  # of its module, if that has a forward hook
         self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
         self.opportunities = self.firings = 0  # in the current micro-step
@@ -128,7 +130,7 @@ class HookCoverage(FiringCounts):
     def _refine_reason(self, reason: str) -> str:
         """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""
         if self.site.parameter is not None and self.current_parameter() is None:
-            return REMOVED
+            return self.removed_reason
         return RAISED if self.module_calls is not None and self.module_calls.has_unfinished else reason
 
     @property
@@ -142,8 +144,15 @@ class HookCoverage(FiringCounts):
         """Whether it had any opportunity in the current micro-step."""
         return bool(self.opportunities or self.firings or self._exempt)
 
+    @property
+    def removed_reason(self) -> str:
+        """Why its parameter is not a part of the model any more."""
+        return REPLACED if self.is_replaced else REMOVED
+
     def current_parameter(self) -> Parameter | None:
-        """Return the parameter that is at the site now; None if it was removed from the module."""
+        """Return the parameter that is at the site now; None if it, or its module, was removed from the model."""
+        if self.is_replaced:
+            return None
         module, name = self.site.registration
         # The parameters of a TorchScript module have no `get`.
         parameters = module._parameters

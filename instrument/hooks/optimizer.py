@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..runtime.lazy_compiler import excluded_method
 from ..stats.flatten import unreadable
 from ..stats.portable import float32_or_wider
-from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
+from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .clock import Clock
@@ -92,7 +92,8 @@ class OptimizerHooks(HookGroup):
     def count_missing(self, attached: AttachedHook, current: Tensor | None) -> None:
         """Count that the tensor of a site does not exist. `current`: its parameter or buffer; None if it was removed."""
         if current is None:
-            attached.count_missed_opportunity(NO_TENSOR if attached.role == "buffer" else REMOVED)
+            is_missing_buffer = attached.role == "buffer" and not attached.is_replaced
+            attached.count_missed_opportunity(NO_TENSOR if is_missing_buffer else attached.removed_reason)
         elif not current.requires_grad:
             attached.count_exempt(FROZEN)
         elif id(current) not in parameter_ids(self.optimizer):
@@ -297,8 +298,8 @@ class StepHooks(OptimizerHooks):
 
     def _tensor(self, attached: AttachedHook, parameter: Parameter | None) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
-        role, site = attached.role, attached.site
-        current = site.current_tensor if role == "buffer" else parameter
+        role, is_present = attached.role, not attached.is_replaced
+        current = parameter if role != "buffer" else attached.site.current_tensor if is_present else None
         if current is not None and is_lazy(current):
             return current
         tensor = None if current is None else self._in_role(attached, role, current)

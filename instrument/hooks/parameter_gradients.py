@@ -28,8 +28,8 @@ class GradientHooks(HookGroup):
 
     For parameter_grad sites with the statistic `gradient_noise`, it measures the gradients of micro-batches.
     The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
-    on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`). `is_lost` detects
-    this, and `attach` registers them on the new one.
+    on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`) or swapped with another
+    one (`torch.utils.swap_tensors`). `is_lost` detects this, and `attach` registers them on the new one.
     """
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
@@ -45,20 +45,25 @@ class GradientHooks(HookGroup):
         self.site = attached_hooks[0]
         self.passes = {kind: CallIndices() for kind in ("micro", "accumulated")}
         self.parameter: Parameter | None = None
+        self._content = 0  # of the parameter: the address of what `torch.utils.swap_tensors` exchanges
 
     def is_lost(self) -> bool:
         """Return whether the parameter is not the one with the hooks. Also note whether it is trained from now on."""
         parameter = self.site.current_parameter()
         for attached in self.attached_hooks:
             attached.requires_grad_at_start = parameter is not None and parameter.requires_grad
-        return parameter is not self.parameter
+        return parameter is not self.parameter or (parameter is not None and parameter._cdata != self._content)
 
     def attach(self) -> None:
         """Register the hooks on the current parameter, if they are lost, and remove those on the earlier one."""
         if not self.is_lost():
             return
         self.detach()
-        self.parameter = parameter = self.site.current_parameter()
+        parameter = self.site.current_parameter()
+        if parameter is not None and parameter is self.parameter:
+            # It was swapped, and would never call hooks that are added to these dictionaries.
+            parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self.parameter, self._content = parameter, 0 if parameter is None else parameter._cdata
         if parameter is not None and _can_train(parameter):
             with _requiring_grad(parameter):
                 if self.micro or self.measured:

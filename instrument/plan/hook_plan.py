@@ -92,19 +92,29 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
     return HookPlan(layers, specs, tuple(sites))
 
 
-def unhooked_modules(plan: HookPlan) -> dict[str, list[str]]:
-    """Return the names of modules that a spec selects, but that were added to the model after the plan was made, by spec."""
+def unhooked_locations(plan: HookPlan) -> list[tuple[str, str, list[str]]]:
+    """Return what was added after the plan was made: the name of a spec that selects it, `modules` or `parameters`, and their names."""
     known = {name for layer in plan.layers for name in layer.names}
     layers = Layers.of(plan.layers.model)
     added = [
         layer for layer in layers if id(layer.module) not in plan.layers.by_module and known.isdisjoint(layer.names)
     ]
-    unhooked: dict[str, list[str]] = {}
-    for name, spec in plan.specs.items() if added else ():
+    unhooked: list[tuple[str, str, list[str]]] = []
+    has_new_parameters = not layers.parameter_names.keys() <= plan.layers.parameter_names.keys()
+    for name, spec in plan.specs.items() if added or has_new_parameters else ():
         with suppress(ConfigError):  # it matched modules that were removed
-            selected = {id(site.layer) for site in _sites(spec, layers, f"hooks.{name}")}
-            if labels := [layer.label for layer in added if id(layer) in selected]:
-                unhooked[name] = labels
+            sites = _sites(spec, layers, f"hooks.{name}")
+            selected = {id(site.layer) for site in sites}
+            modules = [layer.label for layer in added if id(layer) in selected]
+            hooked = {(site.layer.module, site.own_name) for site in plan.of(name)}
+            parameters = [
+                site.label
+                for site in sites
+                if site.parameter is not None
+                and id(site.layer.module) in plan.layers.by_module
+                and (site.layer.module, site.own_name) not in hooked
+            ]
+            unhooked += [(name, *each) for each in (("modules", modules), ("parameters", parameters)) if each[1]]
     return unhooked
 
 

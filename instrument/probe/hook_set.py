@@ -24,7 +24,7 @@ from ..hooks.parameter_gradients import BoundaryHooks, GradientHooks
 from ..hooks.site_grouping import group_sites
 from ..plan.hook_plan import HookPlan
 from ..runtime.deferred_interrupts import uninterrupted
-from ..runtime.lazy_compiler import has_compiled
+from ..runtime.lazy_compiler import excluded_method, has_compiled
 from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP
 from ..tables.sink_interface import EventWriter
 from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
@@ -67,17 +67,7 @@ class HookSet:
         self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
-        self._at_modules: dict[nn.Module, list[AttachedHook]] = {}
-        for attached in attached_hooks:
-            self._at_modules.setdefault(attached.site.layer.module, []).append(attached)
-        slots = [
-            (parent._modules, key, child)
-            for parent in self.model.modules()
-            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
-            for key, child in parent._modules.items()
-            if not isinstance(child, weakref.ProxyTypes) and child in self._at_modules
-        ]
-        self._parents, self._keys, self._children = [*zip(*slots, strict=True)] or [()] * 3
+        self._modules = ModuleWatch(self.model, attached_hooks, optimizers, clock, event)
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
@@ -89,6 +79,7 @@ class HookSet:
         """
         with uninterrupted():
             self._attach(self.steps)
+            self._attach(self._modules)
             if self.steps.scaler is not None:
                 self.clock.amp_scale = self.steps.scale
             # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
@@ -157,8 +148,7 @@ class HookSet:
         stepped = self.steps.end_step()
         if self._step_hooks:
             self._update_step_coverage(row, stepped=stepped)
-        if self._children or self._gradient_groups:
-            self.report_replacements()
+        self.report_replacements()
         if self._functions is not None:
             self._functions.mode.leave_all()
 
@@ -178,6 +168,7 @@ class HookSet:
             problem = "is required, since there are several" if optimizer is None else "was not passed to this probe"
             raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
         self.steps.announce(selected)
+        self._modules.check()
         for group in self._groups:
             if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
                 group.before_step()
@@ -197,13 +188,7 @@ class HookSet:
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
-        found = map(dict.get, self._parents, self._keys)
-        gone = [*compress(self._children, map(is_not, found, self._children))]  # in each step: without a loop in Python
-        for attached in [attached for module in gone for attached in self._at_modules.pop(module, ())]:
-            attached.default_reason = REPLACED
-            site = attached.site
-            message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
-            self.event("replaced", message, layer=site.layer.name)
+        self._modules.check()
         for group in self._gradient_groups:
             if not group.is_lost():
                 continue
@@ -214,6 +199,66 @@ class HookSet:
                 site = group.site.site
                 message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
                 self.event("replaced", message, layer=site.layer.name, severity="info")
+
+
+class ModuleWatch(HookGroup):
+    """Reports hooked modules that are replaced, also as a part of another module. Hooks on their parameters and buffers stop then.
+
+    It checks this before each optimizer step and at the end of each training step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attached_hooks: Sequence[AttachedHook],
+        optimizers: Sequence[Optimizer],
+        clock: Clock,
+        event: EventWriter,
+    ) -> None:
+        super().__init__(attached_hooks, clock)
+        self.model = model
+        self.optimizers = optimizers
+        self.event = event
+        self._unreported: dict[nn.Module, list[AttachedHook]] = {}
+        for attached in attached_hooks:
+            self._unreported.setdefault(attached.site.layer.module, []).append(attached)
+        slots = []
+        watched = {*self._unreported}  # and the modules that contain them
+        for parent in reversed([*model.modules()]):
+            if isinstance(parent, torch.jit.ScriptModule):  # its modules cannot be replaced
+                continue
+            children = [each for each in parent._modules.items() if not isinstance(each[1], weakref.ProxyTypes)]
+            found = [(parent._modules, key, child) for key, child in children if child in watched]
+            if found:
+                watched.add(parent)
+                slots += found
+        self._parents, self._keys, self._children = [*zip(*slots, strict=True)] or [()] * 3
+        self._gone: list[nn.Module] = []
+
+    def attach(self) -> None:
+        if self._children and any(attached.frequency == "step" for attached in self.attached_hooks):
+            before_step = excluded_method(self.before_step)
+            self.handles += [optimizer.register_step_pre_hook(before_step) for optimizer in self.optimizers]
+
+    def before_step(self, *_: object) -> None:
+        if not self.clock.closed:
+            self.check()
+
+    def check(self) -> None:
+        found = map(dict.get, self._parents, self._keys)
+        gone = [*compress(self._children, map(is_not, found, self._children))]  # in each step: without a loop in Python
+        if gone == self._gone:
+            return
+        self._gone = gone
+        present = {*self.model.modules()}
+        removed = {part for module in gone for part in module.modules()} - present
+        for attached in self.attached_hooks:
+            attached.is_replaced = attached.site.layer.module in removed
+        for attached in [attached for part in (*gone, *removed) for attached in self._unreported.pop(part, ())]:
+            attached.default_reason = REPLACED
+            site = attached.site
+            message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
+            self.event("replaced", message, layer=site.layer.name)
 
 
 class LoadWatch(InertWhenCopied):

@@ -27,7 +27,7 @@ from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
-from ..plan.hook_plan import HookPlan, remarks, unhooked_modules
+from ..plan.hook_plan import HookPlan, remarks, unhooked_locations
 from ..relations.relation_set import RelationSet
 from ..rules.requirements import hooks_read
 from ..rules.rule_set import RuleEvent, RuleSet
@@ -735,16 +735,16 @@ class Probe(OwnedByProcess):
         self.sink.end_step()
 
     def _report_unfired(self) -> None:
-        """Write an event for each rule that could not fire, each hook whose tensors no rule wrote, and each one that missed new modules."""
+        """Write an event for each rule that could not fire, and each hook whose tensors no rule wrote or that missed new modules."""
         for message in self.rules.unread:
             self.event("metrics", message)
         for hook in self.recorder.flight_recorder.unwritten:
             rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
             message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
             self.event("flight_recorder", message, severity="info")
-        for hook, modules in unhooked_modules(self.plan).items():
-            message = f"hook {hook!r} does not run on modules that were added after it was attached: {shorten(modules)}"
-            self.event("added", f"{message}; attach hooks when all modules exist")
+        for hook, what, names in unhooked_locations(self.plan):
+            message = f"hook {hook!r} does not run on {what} that were added after it was attached: {shorten(names)}"
+            self.event("added", f"{message}; attach hooks when all {what} exist")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a probe with the same plan requires to resume after the current step, as numbers and strings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import Probe
+from instrument.tables.reasons import REPLACED
 
 KINDS = ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
 GRADIENTS = {kind: keep(kind, "0", params="weight") for kind in KINDS}
@@ -128,6 +130,49 @@ def test_replaced_module_is_reported() -> None:
     assert coverage["0"]["fired"] == 3
 
 
+@pytest.mark.parametrize("replaced", ["1", "1.0"])
+def test_parameter_rows_end_with_their_module(replaced: str) -> None:
+    """Also if a module that contains it is replaced. A module that is put back has rows again."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())), torch.randn(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = ("step_post", *KINDS)
+    hooks = {kind: record(kind, "1.0", params="weight") for kind in kinds}
+    hooks["buffer"] = record("step_post", "1.0", role="buffer", params="running_mean")
+    original = model.get_submodule(replaced)
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for step in range(4):
+            if step in (1, 3):
+                model.set_submodule(replaced, original if step == 3 else copy.deepcopy(original))
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    steps = {hook: [row["step"] for row in probe.sink.records("stats") if row["hook"] == hook] for hook in hooks}
+    registered_at_the_end = [steps.pop(kind) for kind in ("parameter_grad_micro", "post_accumulate_grad")]
+    assert registered_at_the_end == [[0], [0]]
+    assert steps == {hook: [0, 3] for hook in steps}
+    replacements = [row for row in probe.sink.records("events") if row["rule"] == "replaced"]
+    assert [(row["layer"], row["step"]) for row in replacements if row["severity"] == "warning"] == [("1.0", 1)] * 5
+    assert {row["cause"] for row in probe.coverage() if row["fired"] == 2} == {REPLACED}
+
+
+def test_added_parameters_without_hooks_are_reported() -> None:
+    model, batch = make()
+    hooks = {
+        "weights": record("parameter_grad_micro", "**"),
+        "bias": record("parameter_grad_micro", "0", params="bias"),
+    }
+    with instrument.attach(model, hooks) as probe:
+        model[0].extra = nn.Parameter(torch.ones(4))
+        (model(batch) * model[0].extra.sum()).mean().backward()
+        probe.end_step()
+    (message,) = [event["message"] for event in probe.sink.records("events") if event["rule"] == "added"]
+    assert message.startswith(
+        "hook 'weights' does not run on parameters that were added after it was attached: 0.extra;"
+    )
+
+
 def test_added_modules_without_hooks_are_reported() -> None:
     """Of a hook that selects them; also the parts of a module that replaces another one, but not a hooked part that it contains."""
     model, batch = make()
@@ -168,3 +213,18 @@ def test_replaced_parameter_is_hooked_again() -> None:
     fired = {row["path"]: row["fired"] for row in probe.coverage()}
     assert fired == {"weight": 3, "bias": 3}
     assert not model._load_state_dict_post_hooks
+
+
+def test_swapped_parameter_is_hooked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch ignores hooks that are registered on a swapped parameter that had hooks."""
+    model, batch = make()
+    hooks = {kind: record(kind, "0", params="weight") for kind in ("parameter_grad_micro", "post_accumulate_grad")}
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    with instrument.attach(model, hooks) as probe:
+        for step in range(3):
+            model(batch.to(model[0].weight.dtype)).square().mean().backward()
+            if step == 0:
+                model.zero_grad()
+                model.to(torch.float64)
+            probe.end_step()
+    assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(3, 3)] * 2
