@@ -117,7 +117,7 @@ class StepWatch(HookGroup):
         return bool(scale < previous_scale.to(scale.device))
 
     def take_rate(self) -> Tensor | float | None:
-        """Return the learning rate of the first optimizer's first parameter group in the last step.
+        """Return the learning rate of the first optimizer's first parameter group in the last step, or of the first one that is not 0.
 
         None without an optimizer, or if it is no number, such as a function or one number for each parameter.
 
@@ -187,7 +187,8 @@ def runs_hooks_twice(optimizer: Optimizer) -> bool:
 
 
 def _rate_of(optimizer: Optimizer) -> Tensor | float | None:
-    rate = optimizer.param_groups[0].get("lr")
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    rate = next((each for each in rates if isinstance(each, Tensor) or as_rate(each) != 0), rates[0])
     if isinstance(rate, Tensor):
         return rate if rate.numel() == 1 else None
     return as_rate(rate)

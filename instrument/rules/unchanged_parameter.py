@@ -17,11 +17,11 @@ class UnchangedParameterRule(PersistentRule):
     It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are two
     comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
     SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
-    (`requires_grad` is False) do not count either, from the step in which they are frozen. If the run records updates,
-    parameters without an update do not count, such as those of a target network: no optimizer holds them, and they have no gradient.
-    An update of zero does not count if the recorded parameter has changed since the previous recorded step: its layer was skipped, as by
-    stochastic depth. Neither does a step in which no parameter changes, with exactly the loss of the previous recorded step, below the
-    first loss: an optimizer such as LBFGS has converged.
+    (`requires_grad` is False, or a group of the optimizer whose own rate is 0) do not count either, from the step in which they are
+    frozen. If the run records updates, parameters without an update do not count, such as those of a target network: no optimizer holds
+    them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous recorded
+    step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss of the
+    previous recorded step, below the first loss: an optimizer such as LBFGS has converged.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")

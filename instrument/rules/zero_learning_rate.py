@@ -18,7 +18,7 @@ GROWTH = 2.0  # a smaller growth of the rate, as in most steps of a warm-up, nee
 
 
 class ZeroLearningRateRule(PersistentRule):
-    """The learning rate of the first group is 0, or has been nearly 0 in most steps since the first one.
+    """The learning rate of all groups is 0, or that of the first other group has been nearly 0 in most steps since the first one.
 
     A linear warm-up starts with 0 for one step, hence several steps in succession. The default of `for` is that of
     `unchanged_parameter`.

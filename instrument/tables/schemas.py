@@ -299,7 +299,7 @@ for _table in (
                 """
                 loss | double | the loss's own | mean over the samples of the step or the evaluation
                 accuracy | double | fraction | fraction of the samples whose most likely class is the target
-                lr | double | | learning rate of the first optimizer's first parameter group, as used by its step
+                lr | double | | learning rate of the first optimizer's first parameter group whose rate is not 0, as used by its step
                 grad_norm | double | | L2 norm of all gradients together, before hooks at the optimizer boundary run
                 seconds | double | s | wall-clock time of the step or the evaluation
                 samples_per_second | double | 1/s | samples / seconds

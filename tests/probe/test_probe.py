@@ -666,6 +666,17 @@ def test_learning_rate_is_the_one_used_by_the_step(model: nn.Module) -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_learning_rate_is_that_of_the_first_group_that_is_not_zero(model: nn.Module) -> None:
+    groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    with instrument.attach(model, {"h": RECORD}, optimizer=optimizer) as probe:
+        for rate in (0.5, 0.0):
+            optimizer.param_groups[1]["lr"] = rate
+            optimizer.step()
+            probe.end_step()
+    assert [row["lr"] for row in probe.sink.records("metrics")] == [0.5, 0.0]
+
+
 def test_optimizer_without_parameters_of_the_model_is_reported(model: nn.Module) -> None:
     updates = {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}
     stale = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
