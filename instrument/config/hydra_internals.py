@@ -79,6 +79,7 @@ class FieldLoader(ConfigLoaderImpl):
         check_names(defaults, [result for _, result in results])
         # Hydra would merge the arguments of both targets. It changes the results.
         own = {key: _of_group(key, results) for key in _own_targets(results)}
+        _remove_replaced_targets(results)
         used = [default for default in defaults if default.package not in own]
         config = super()._compose_config_from_defaults_list(used, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
@@ -86,6 +87,7 @@ class FieldLoader(ConfigLoaderImpl):
             key = override.get_key_element().lstrip("+~")  # with the package, such as optimizer@critic
             value = override.value()
             _check_mapping(key, config)
+            _check_removal(key, override, self._given)
             if override.type == OverrideType.DEL and key in (*SECTIONS, *TARGETS) and value is None:
                 config.pop(key, None)  # Hydra removes only the choice of the group
             elif override.type == OverrideType.ADD and isinstance(value, dict):
@@ -96,6 +98,8 @@ class FieldLoader(ConfigLoaderImpl):
                 config[key] = None
             elif key in own and override.type == OverrideType.CHANGE and isinstance(value, str):
                 config[key] = own[key]
+            elif (key, value) == ("rules", "none"):
+                config[key] = None  # also without those of an experiment
             exists[key] = override.type != OverrideType.DEL and value is not None
         return config
 
@@ -121,6 +125,31 @@ def _own_targets(results: Sequence[tuple[ResultDefault, ConfigResult]]) -> set[s
             sections = [(key, value) for key, value in content.items() if key in others]
             own |= {str(key) for key, value in sections if isinstance(value, dict) and "_target_" in value}
     return own
+
+
+def _remove_replaced_targets(results: Sequence[tuple[ResultDefault, ConfigResult]]) -> None:
+    """Remove the sections of files for which a later file, such as an experiment that inherits from them, has another `_target_`."""
+    files = [each.config for default, each in results if not default.package and isinstance(each.config, DictConfig)]
+    for key in TARGETS:
+        target, earlier = None, list[DictConfig]()
+        for file in files:
+            section = file._get_node(key)
+            own = section._get_node("_target_") if isinstance(section, DictConfig) else None
+            if own is not None and target not in (None, own):
+                for other in earlier:
+                    other.pop(key, None)
+                earlier = []
+            target = target if own is None else own
+            earlier.append(file)
+
+
+def _check_removal(key: str, override: Override, given: Sequence[Override]) -> None:
+    """Check that no other override selects a file for a section that this one removes. Hydra would ignore it."""
+    others = [each for each in given if each.type == OverrideType.CHANGE and each.get_key_element() == key]
+    selected = [str(each.input_line) for each in others if isinstance(each.value(), str)]
+    if override.type == OverrideType.DEL and key in TARGETS and selected:
+        message, fix = "the section is removed and a file is selected for it", f"remove ~{key}: {selected[0]} is enough"
+        raise ConfigError(Problem(key, message, given=f"{override.input_line} {selected[0]}", fix=fix))
 
 
 def _check_mapping(key: str, config: DictConfig) -> None:

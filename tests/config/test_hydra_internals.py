@@ -193,6 +193,8 @@ RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 0.01}
         (["+exp=mine", "optimizer=both", "optimizer.lr=0.5"], {"_target_": "torch.optim.Adagrad", "lr": 0.5}),
         (["+exp=two", "optimizer@critic=adam"], RMSPROP),
         (["+exp=two", "~optimizer@critic"], RMSPROP),
+        (["+exp=inherits"], {"_target_": "torch.optim.Adam", "lr": 0.2}),
+        (["+exp=tunes"], {**RMSPROP, "lr": 0.2, "alpha": 0.9}),
     ],
 )
 def test_target_replaces_the_arguments_of_the_default(
@@ -202,6 +204,12 @@ def test_target_replaces_the_arguments_of_the_default(
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text(f"# @package _global_\noptimizer: {RMSPROP}\n")
     Path("conf/exp/two.yaml").write_text("# @package _global_\ndefaults: [mine, /optimizer@critic: sgd, _self_]\n")
+    for name, target in (("inherits", "Adam"), ("tunes", "RMSprop")):
+        own = {"_target_": f"torch.optim.{target}", "lr": 0.2}
+        Path(f"conf/exp/{name}.yaml").write_text(f"# @package _global_\ndefaults: [slower, _self_]\noptimizer: {own}\n")
+    Path("conf/exp/slower.yaml").write_text(
+        "# @package _global_\ndefaults: [mine, _self_]\noptimizer: {lr: 0.001, alpha: 0.9}\n"
+    )
     Path("conf/optimizer").mkdir()
     Path("conf/optimizer/both.yaml").write_text(
         "# @package _global_\noptimizer: {_target_: torch.optim.Adagrad, lr: 0.1}\n"
@@ -214,6 +222,21 @@ def test_target_replaces_the_arguments_of_the_default(
 def test_scheduler_of_an_experiment_is_removed(override: str) -> None:
     config = config_loader().load_configuration("config", ["+exp=leaky_relu", override], RunMode.RUN)
     assert config.get("scheduler") is None
+
+
+def test_removed_scheduler_that_is_also_selected_is_refused() -> None:
+    for overrides in (["~scheduler", "scheduler=cosine"], ["+exp=leaky_relu", "scheduler=cosine", "~scheduler"]):
+        with pytest.raises(ConfigError, match="scheduler: the section is removed and a file is selected for it"):
+            config_loader().load_configuration("config", overrides, RunMode.RUN)
+
+
+def test_rules_none_removes_the_rules_of_an_experiment(workdir: Path) -> None:
+    Path("conf/exp").mkdir(parents=True)
+    Path("conf/exp/mine.yaml").write_text("# @package _global_\nrules: {nan: {rule: non_finite}}\n")
+    more = "+rules.large={watch: metrics, stat: loss, above: 9}"
+    for overrides, names in (([], set()), ([more], {"large"})):
+        config = config_loader().load_configuration("config", ["+exp=mine", "rules=none", *overrides], RunMode.RUN)
+        assert {*(config.rules or ())} == names
 
 
 def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
