@@ -22,7 +22,7 @@ from instrument.commands.verbs import add_json, parser_of, print_json, with_argu
 from instrument.errors import ConfigError, Problem, similar_names
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
-from instrument.rules.reference_ranges import KEY, STARTS, Reference
+from instrument.rules.reference_ranges import KEY, RATIOS, STARTS, Reference
 from instrument.rules.step_rows import location_name
 
 
@@ -59,7 +59,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
-    """Print the ranges of a reference, with the margin. The text has the first, middle and last phase of training, the JSON all."""
+    """Print the ranges of a reference and their margins. The text has the first, middle and last phase of training, the JSON all.
+
+    In the JSON, `low` and `high` are the bounds of the rule: the smallest and the largest value of the healthy runs, with the margin.
+    """
     rows = list(_ranges(reference, layer))
     if layer is not None and not rows:
         names = [*dict.fromkeys(name or "." for _, name, *_ in reference.locations)]
@@ -74,7 +77,7 @@ def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
     for row in rows:
         phases = row["phases"]
         shown = dict.fromkeys((0, len(phases) // 2, len(phases) - 1))
-        ranges = (f"step {step}: {low:.3g} to {high:.3g}" for step, low, high in (phases[at].values() for at in shown))
+        ranges = [_shown_range(row["statistic"], **phases[at]) for at in shown]
         name = location_name(row["layer"], row["path"], row["kind"])
         location = f"{name} {row['role']} ({row['hook']})" if row["hook"] else row["phase"]
         print(f"{location} {row['statistic']}: {', '.join(ranges)}")
@@ -82,16 +85,24 @@ def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
 
 def _ranges(reference: Reference, layer: str | None) -> Iterator[dict[str, Any]]:
     """Yield the ranges of each location and statistic, one for each phase of training. A phase starts at its `step`."""
-    lows, highs = reference.limits(reference.statistics, 1.0)
+    bounds = dict(zip(("low", "high"), reference.limits(reference.statistics, 1.0), strict=True))
+    bounds |= zip(("smallest", "largest"), reference.limits(reference.statistics, 0.0), strict=True)
     for key, at in reference.index.items():
         location = dict(zip(KEY, key, strict=True))
         if layer is not None and not matches(layer, location["layer"]):
             continue
-        for statistic, low, high in zip(reference.statistics, lows[at], highs[at], strict=True):
-            known = (high < float("inf")).nonzero()[0]
-            phases = [{"step": int(STARTS[each]), "low": low[each], "high": high[each]} for each in known]
+        for number, statistic in enumerate(reference.statistics):
+            own = {name: values[at, number] for name, values in bounds.items()}
+            known = (own["high"] < float("inf")).nonzero()[0]
+            phases = [{"step": int(STARTS[each]), **{name: own[name][each] for name in own}} for each in known]
             if phases:
                 yield {**location, "statistic": statistic, "phases": phases}
+
+
+def _shown_range(statistic: str, step: int, low: float, high: float, smallest: float, largest: float) -> str:  # noqa: ARG001
+    is_factor = statistic in RATIOS and largest > 0
+    margin = f"a factor of {high / largest:.3g}" if is_factor else f"{high - largest:.3g}"
+    return f"step {step}: {smallest:.3g} to {largest:.3g} (margin {margin})"
 
 
 def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int:

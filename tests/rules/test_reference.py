@@ -755,7 +755,7 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert "--layer: this pattern matches no layer of the reference" in capsys.readouterr().err
     assert reference.main(["show", file]) == 0
     out = capsys.readouterr().out
-    assert "\ntrain lr: step 0: 0.0797 to 0.125, step 3:" in out
+    assert "\ntrain lr: step 0: 0.0996 to 0.1 (margin a factor of 1.25), step 3:" in out
     assert reference.main(["show", file, "--layer", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["runs"]), shown["last_step"]) == (3, 11)
@@ -765,6 +765,9 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     runs = pd.concat(instrument.load(healthy / str(seed)).stats for seed in range(3))
     values = runs.query("hook == 'outputs' and layer == '2' and step == 1")["rms"]
     assert row["phases"][1]["low"] < values.min() < values.max() < row["phases"][1]["high"]
+    assert [row["phases"][1][name] for name in ("smallest", "largest")] == pytest.approx(
+        [values.min(), values.max()], rel=1e-2
+    )
     train(9, tmp_path / "good", rules=None)
     assert reference.main(["check", str(tmp_path / "good"), "--reference", file]) == 0
     assert f"nothing outside of {file} in " in capsys.readouterr().out
