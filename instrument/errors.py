@@ -69,6 +69,10 @@ def user_code_location(error: BaseException) -> str:
     return f" (in {user_frames[-1].filename}:{user_frames[-1].lineno}, {user_frames[-1].name})" if user_frames else ""
 
 
+_UNNAMED = re.compile(r"^(\w+)\.\1_(\d+)(?=\.|$)")
+"""The key of an entry of a list that has no name: `hooks.hooks_0`."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem in the configuration.
@@ -90,7 +94,8 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.message}" if self.where else self.message]
+        where = _UNNAMED.sub(r"\1[\2]", self.where)
+        lines = [f"{where}: {self.message}" if where else self.message]
         if self.given is not None:
             lines.append(f"    given    {_short(self.given)}")
         if self.allowed:

@@ -316,7 +316,7 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
         ("model: {a: 1}\n", ["mine.yaml:8", "duplicate key model"]),
         ("hoks: {a: 3}\n", ["unknown field 'hoks'", "similar  hooks"]),
         ("hooks: 3\n", ["hooks:", "given    3"]),
-        ("hooks: [3]\n", ["hooks.hooks_0:", "given    3"]),
+        ("hooks: [3]\n", ["hooks[0]:", "given    3"]),
         ("hooks: {'a b': {" + ANY + ", action: record}}\n", ["hooks:", "given    a b"]),
         ("hooks: {a: {kind: forward, action: record}}\n", ["hooks.a:", "requires 'layers'"]),
         ("hooks: {a: {layers: '**', action: record}}\n", ["hooks.a.kind: is missing"]),

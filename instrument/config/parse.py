@@ -157,7 +157,8 @@ def _unknown(field: str, given: object, fields: Sequence[str], where: str) -> Pr
 
 
 def _not_a_string(value: object) -> str:
-    return f"YAML reads this as {value!r} ({type(value).__name__}), not as a string"
+    reason = "; YAML reads on, off, yes and no without quotes as true and false" if isinstance(value, bool) else ""
+    return f"must be a string, not {value!r} ({type(value).__name__}){reason}"
 
 
 def named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:

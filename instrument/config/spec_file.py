@@ -68,7 +68,8 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
     if rules is None:
         return {}
     if not isinstance(rules, Mapping) and rules != "default":
-        raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules))
+        similar = similar_names(rules, ["default"]) if isinstance(rules, str) else ()
+        raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules, similar=similar))
     given = _read_file(specs) if isinstance(specs, str | Path) else specs
     sections = given if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else {}
     in_file = sections.get("rules")

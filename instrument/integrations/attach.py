@@ -27,7 +27,7 @@ from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems
 from ..hooks.distributed_scope import Parallel
 from ..plan.hook_plan import make_plan
-from ..plan.tensor_checks import check_parameters
+from ..plan.tensor_checks import check_function_names, check_parameters
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..relations.exchange import has_processes
@@ -160,6 +160,7 @@ def attach(
     plan = make_plan(hooks, model)
     check_references(judged, hooks, [(site.spec.name, site.layer.name) for site in plan.sites])
     check_parameters(plan)
+    check_function_names(plan)
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce, mesh, parse_placement(placement))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from operator import attrgetter
 
 import torch
@@ -100,6 +101,30 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
             similar = similar_names(spec.path, [path for path in shown_paths if not path.startswith("(")])
             message = "this path matches no tensor of the matched modules"
             problems.append(Problem(f"hooks.{name}.path", message, spec.path, shorten(shown_paths), similar))
+    raise_problems(problems)
+
+
+def check_function_names(plan: HookPlan) -> None:
+    """Raise a ConfigError for each name in `functions` that resembles that of a torch function or of an operator, but is not one.
+
+    For loops whose calls are not known before they run. Other unknown names can be those of operators that are registered later.
+    """
+    given = {
+        (f"hooks.{name}.functions", pattern)
+        for name, spec in plan.specs.items()
+        for pattern in spec.functions
+        if spec.definition.of_functions and not spec.optional and pattern.isidentifier()
+    }
+    if not given:
+        return
+    modules = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.fft, torch.special, torch.sparse)
+    operators = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    known = operators.union(*map(dir, modules))
+    public = [each for each in known if not each.startswith("_")]
+    problems = []
+    for where, name in sorted(given):
+        if name not in known and (similar := get_close_matches(name, public, cutoff=0.8)):
+            problems.append(Problem(where, "no torch function has this name", name, similar=similar))
     raise_problems(problems)
 
 

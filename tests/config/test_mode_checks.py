@@ -68,7 +68,7 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
         ),
         ({"forward": {"grad": True, "of": "logits[a]"}}, "forward.of", "is not a slice"),
         ({"forward": {"grad": True, "of": "logits[0"}}, "forward.of", "is not a part of the model's output"),
-        ({"forward": {"grad": True, "of": [":", 3]}}, "forward.of", "YAML reads this as [':', 3] (list)"),
+        ({"forward": {"grad": True, "of": [":", 3]}}, "forward.of", "must be a string, not [':', 3] (list)"),
         ({"forward": "[:, 3]"}, "forward", "must be a mapping"),
         ({"forward": {"passes": 0}}, "forward.passes", "greater than or equal to 1"),
         ({"train": {"steps": 0}}, "train.steps", "set mode=forward"),

@@ -217,7 +217,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"kind": "parameter_grad", "path": "0"}, "", "use 'params'"),
     (RECORD, {"path": "a..b"}, "path", "empty segment"),
     (RECORD, {"layers": []}, "layers", "must not be empty"),
-    (RECORD, {"layers": True}, "layers.0", "YAML reads this as True"),
+    (RECORD, {"layers": True}, "layers.0", "must be a string, not True (bool); YAML reads"),
     (RECORD, {"layers": ["a", "b["]}, "layers.1", "not closed"),
     (RECORD, {"layers": "re:("}, "layers.0", "regular expression"),
     (RECORD, {"layers": "[z-a]"}, "layers.0", "range"),
@@ -551,7 +551,7 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"data": {**CONFIG["data"], "fallback": "mnist"}}, "data.fallback", "not an allowed value"),
         ({"sink": {"tensors": "csv"}}, "sink.tensors", "not an allowed value"),
         ({"sink": {"when_full": "perhaps"}}, "sink.when_full", "not an allowed value"),
-        ({"sink": {"on_error": True}}, "sink.on_error", "YAML reads this as True"),
+        ({"sink": {"on_error": True}}, "sink.on_error", "must be a string, not True (bool); YAML reads"),
         ({"hooks": "all"}, "hooks", "must be a mapping"),
         ({"apply": 3}, "apply", "must be a mapping"),
     ],
@@ -707,7 +707,7 @@ def test_hyperparameters_have_to_be_finite(section: str, number: float) -> None:
 def test_word_converted_by_yaml_is_reported(spec: str, where: str) -> None:
     (found,) = problems_in(parse_hooks, yaml.safe_load(f"h: {spec}"))
     assert found.where == where
-    assert found.message.startswith("YAML reads this as ")
+    assert found.message.startswith("must be a string, not ")
 
 
 @pytest.mark.parametrize("key", ["fn", "action"])
@@ -721,7 +721,7 @@ def test_null_is_reported_as_missing(key: str) -> None:
 def test_spec_name_converted_by_yaml_is_refused(name: str) -> None:
     (found,) = problems_in(parse_hooks, yaml.safe_load(f"{name}: {{layers: a, kind: forward, action: record}}"))
     assert found.where == "hooks"
-    assert found.message.startswith("YAML reads this as ")
+    assert found.message.startswith("must be a string, not ")
 
 
 @pytest.mark.parametrize(

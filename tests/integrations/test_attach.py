@@ -170,6 +170,12 @@ def test_error_in_the_loop_is_raised_and_rows_are_kept(
         ({"a": 3}, r"hooks\.a: must be a mapping\n    given    3\Z"),
         (SPECS["seen"], r"fix      give the spec a name: hooks: \{NAME: \{layers: "),
         (3, "hooks: must be a mapping"),
+        ([{**SPECS["seen"], "stats": 5}], r"hooks\[0\]\.stats: must be a string, not 5 \(int\)\n"),
+        ([{**SPECS["seen"], "layers": "nope"}], r"hooks\[0\]\.layers: .* matches no module"),
+        (
+            {"a": {**SPECS["seen"], "kind": "function", "functions": ["sofmax", "my_own_operator", "softmax"]}},
+            r"\Ahooks\.a\.functions: no torch function has this name\n    given    sofmax\n    similar  softmax[^\n]*\Z",
+        ),
     ],
 )
 def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, specs: Any, message: str) -> None:

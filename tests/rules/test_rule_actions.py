@@ -186,8 +186,9 @@ def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
         instrument.ConfigError, match=r"rules\.underflo: no rule has this name[\s\S]*similar  underflow"
     ):
         read_rules(file, {"underflo": None})
-    with pytest.raises(instrument.ConfigError, match="rules: must be a mapping, None or 'default'"):
-        attached({"seen": SEEN}, "all")
+    similar = r"rules: must be a mapping, None or 'default'\n    given    defualt\n    similar  default"
+    with pytest.raises(instrument.ConfigError, match=similar):
+        attached({"seen": SEEN}, "defualt")
     (tmp_path / "hooks.yaml").write_text(json.dumps(file))
     probe, _ = attached(tmp_path / "hooks.yaml", "default")  # type: ignore[arg-type]
     assert probe.run.info["config"]["rules"]["big"] == {**LARGE, "watch": ("seen",), "name": "big"}
