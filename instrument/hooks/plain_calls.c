@@ -500,7 +500,7 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
     if (is_plain == 1)
         is_plain = is_object(PyObject_CallNoArgs(functions[GRAD_ENABLED]), Py_True);
     if (is_plain != 1)
-        return is_plain;
+        return PyErr_Occurred() ? -1 : is_plain;
     PyObject *node = PyObject_GetAttr(output, name_grad_fn);
     if (!node || node == Py_None) {
         const int result = node ? 0 : -1;

@@ -822,17 +822,19 @@ static int64_t dense_count(const DLTensor *t) {
     return count;
 }
 
-/* Whether the memory has the negated numbers, which DLPack does not say. */
+/* Whether the memory has the negated numbers, which DLPack does not say. A signal, such as Ctrl-C, can leave an exception set: the code of a
+   function mode runs here. */
 static int is_negated(PyObject *tensor) {
     PyObject *result = PyObject_CallFunctionObjArgs(is_neg, tensor, NULL);
     const int negated = result != Py_False;
-    if (!result)
+    if (!result && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear();
     Py_XDECREF(result);
     return negated;
 }
 
-/* Describes a tensor of a layout, class and dtype that any kernel supports. Returns the number of its elements, otherwise 0. */
+/* Describes a tensor of a layout, class and dtype that any kernel supports. Returns the number of its elements, otherwise 0, possibly with an
+   exception set. */
 static size_t describe_on_any_device(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     PyObject *class = (PyObject *)Py_TYPE(object);
     if (!describe || (class != tensor_class && class != parameter_class))
@@ -1382,7 +1384,7 @@ static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count)
     }
     const Pair pair = pair_of(args[0], args[1]);
     if (!compare(&pair, numbers))
-        Py_RETURN_NONE;
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     return Py_BuildValue("[ddd]", numbers[0], numbers[1], numbers[2]);
 }
 
@@ -1435,7 +1437,7 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
     const size_t numel = low <= high ? describe_on_any_device(args[0], &t, &kind, &memory) : 0;
     if (!numel || t.device.type != CPU || kind == FLOAT16 ||
         !write_effect_unlocked(memory, NULL, numel, kind, low, high, &is_inside, numbers))
-        Py_RETURN_NONE;
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     return Py_BuildValue("O[ddd]", is_inside ? Py_True : Py_False, numbers[0], numbers[1], numbers[2]);
 }
 

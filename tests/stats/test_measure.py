@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from instrument.stats import cpu_kernel, device_kernel
 from instrument.stats.device_choice import measure_on_device
@@ -603,6 +604,28 @@ def test_effect_is_left_to_other_code_where_squares_are_not_exact(magnitude: flo
     tensor = torch.full((40,), magnitude, dtype=torch.float64)
     assert cpu_kernel.effect_of_plain(tensor, torch.ones_like(tensor)) is None
     assert cpu_kernel.effect_of_plain(torch.ones_like(tensor), tensor) is None
+
+
+class InterruptedMode(TorchFunctionMode):
+    """Ctrl-C in the code of a mode, which the kernel calls to read a property of the tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tensor: cpu_kernel.make_slab(32).add(tensor, 0, (), 0),
+        lambda tensor: cpu_kernel.make_slab(32).add_effect(tensor, tensor, 0, (), None, None),
+        lambda tensor: cpu_kernel.effect_of_clip(tensor, None, 1.0),
+        lambda tensor: cpu_kernel.effect_of_plain(tensor, tensor),
+    ],
+)
+def test_interrupt_in_a_mode_reaches_the_caller_of_the_kernel(call: Callable[[Tensor], object]) -> None:
+    tensor = torch.ones(20)
+    with InterruptedMode(), pytest.raises(KeyboardInterrupt):
+        call(tensor)
 
 
 def test_kernel_refuses_unknown_types() -> None:
