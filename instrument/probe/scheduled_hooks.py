@@ -91,11 +91,12 @@ class ScheduledHooks:
             self._on_change(scheduled)
 
     def set_phase(self, phase: str) -> None:
-        """End the current micro-step and set the phase; see `Probe.phase`."""
+        """End the current micro-step and set the phase; see `Probe.phase`. One that waits for its backward pass continues later."""
         moment = self.clock.moment
         if phase == moment.phase:
             return
-        if self.has_opportunities or (moment.phase in ("eval", "probe", "rollout") and not moment.micro_step):
+        is_complete = self.has_opportunities and not (moment.phase == "train" and self._awaits_backward)
+        if is_complete or (moment.phase in ("eval", "probe", "rollout") and not moment.micro_step):
             self.end_micro_step()
         if moment.phase in STEP_PHASES:
             self._interrupted_micro_step = self.clock.moment.micro_step
@@ -122,6 +123,12 @@ class ScheduledHooks:
     def has_opportunities(self) -> bool:
         """Whether any hook fired or could have fired in the current micro-step."""
         return any(attached.has_opportunities for attached in self._micro_step_hooks)
+
+    @property
+    def _awaits_backward(self) -> bool:
+        """Whether hooks on gradients are scheduled, and none fired in the current micro-step."""
+        firings = [each.firings for each in self._counted if each.site.spec.definition.gradient]
+        return bool(firings) and not any(firings)
 
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""

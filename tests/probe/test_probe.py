@@ -688,3 +688,29 @@ def test_optimizer_without_parameters_of_the_model_is_reported(model: nn.Module)
     with probe_of(model, half, h=updates) as probe:
         probe.end_step()
     assert not any("holds none" in warning for warning in probe.warnings)
+
+
+def test_evaluation_before_the_backward_pass_leaves_its_micro_step_open(model: nn.Module) -> None:
+    kinds = ("forward", "full_backward", "parameter_grad_micro")
+    hooks = {kind: {**RECORD, "kind": kind} for kind in kinds} | {"phase": {**RECORD, "phase": "eval"}}
+    inputs = torch.ones(3, 2, requires_grad=True)
+    with instrument.attach(model, hooks) as probe:
+        for _ in range(2):
+            for _ in range(2):
+                loss = model(inputs).sum()
+                with probe.evaluating():
+                    model(X)
+                loss.backward()
+                probe.end_micro_step()
+            probe.end_step()
+    rows = [row for row in probe.sink.records("stats") if row["phase"] == "train"]
+    steps = {(row["hook"], row["path"]): [] for row in rows}
+    for row in rows:
+        steps[row["hook"], row["path"]].append((row["step"], row["micro_step"]))
+    assert steps.keys() == {
+        ("forward", ""),
+        ("full_backward", "0"),
+        *(("parameter_grad_micro", name) for name in ("weight", "bias")),
+    }
+    assert {tuple(places) for places in steps.values()} == {((0, 0), (0, 1), (1, 0), (1, 1))}
+    assert [row["cause"] for row in probe.coverage()] == [""] * 5
