@@ -23,6 +23,8 @@ from .tensor_selection import TensorSelection
 
 UNKNOWN_CALL = -1
 """The index of the original call of a recomputed forward pass if it is unknown."""
+UNKNOWN_RECOMPUTED = "the forward pass is recomputed, but the call is unknown"
+KNOWN_RECOMPUTED = "use torch.utils.checkpoint with use_reentrant=False"
 
 
 Number = float | Tensor | None
@@ -183,8 +185,7 @@ class Context:
         call = self.call if self.origin is None else self.origin
         if call == UNKNOWN_CALL:
             raise LookupError(
-                "the forward pass is recomputed, but not by torch.utils.checkpoint, and several calls had the same input: "
-                "cannot reproduce the random numbers of the original call; use torch.utils.checkpoint"
+                f"{UNKNOWN_RECOMPUTED}: cannot reproduce the random numbers of the original call; {KNOWN_RECOMPUTED}"
             )
         step, micro_step, epoch, phase = self.moment
         # This text determines the random numbers of existing runs. It does not change with the names of classes.

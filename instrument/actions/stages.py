@@ -28,7 +28,7 @@ from ..stats.unit_statistics import unit_dim
 from ..tables.kinds import KINDS
 from ..values.dtensor import full_tensor
 from ..values.nested import to_device
-from .base import UNKNOWN_CALL, Context, Parts
+from .base import KNOWN_RECOMPUTED, UNKNOWN_CALL, UNKNOWN_RECOMPUTED, Context, Parts
 from .intervention import describe
 from .measurement import measure_in_context, to_dense
 from .tensor_selection import TensorSelection
@@ -73,11 +73,9 @@ class SiteCondition:
             try:
                 return self._decisions[context.path, original]
             except KeyError:
-                known = "the call is unknown" if original == UNKNOWN_CALL else "the original call has no decision"
-                raise LookupError(
-                    f"the forward pass is recomputed, but {known}: cannot repeat the decision of 'when'; use "
-                    "torch.utils.checkpoint"
-                ) from None
+                missing = "the forward pass is recomputed, but the original call has no decision"
+                reason = UNKNOWN_RECOMPUTED if original == UNKNOWN_CALL else missing
+                raise LookupError(f"{reason}: cannot repeat the decision of 'when'; {KNOWN_RECOMPUTED}") from None
         decision = self._new_decision(tensor, context)
         if repeats:
             self._decisions[context.path, context.call] = decision

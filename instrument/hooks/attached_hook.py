@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from ..actions.base import Action, Context, KeptTensors
+from ..actions.base import KNOWN_RECOMPUTED, UNKNOWN_CALL, UNKNOWN_RECOMPUTED, Action, Context, KeptTensors
 from ..actions.intervention import describe, straight_through
 from ..actions.stages import Selector, SiteCondition, act_on_indices
 from ..config.base import ObservationSpec
@@ -158,9 +158,16 @@ class AttachedHook(HookCoverage):
             self.condition.load_state_dict(state["condition"])
 
     def acts_in(self, call: int) -> bool:
-        """Return whether the hook acts in a call of its module. A call that `calls` leaves out is not expected to fire."""
+        """Return whether the hook acts in a call of its module. A call that `calls` leaves out is not expected to fire.
+
+        Raises:
+            HookError: It is an intervention, and the call is unknown.
+        """
         if self.calls is None or call in self.calls:
             return True
+        if call == UNKNOWN_CALL and not self.is_record_hook:
+            context = self.context("", FiringIndex(call, 0, True))
+            raise HookError(f"{describe(context)}: {UNKNOWN_RECOMPUTED}: cannot apply 'calls'; {KNOWN_RECOMPUTED}")
         self.count_exempt(OTHER_CALLS)
         return False
 

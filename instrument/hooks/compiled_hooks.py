@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..actions.base import UNKNOWN_CALL
 from ..config.hook_specs import graph_obstacle
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH
@@ -110,7 +111,9 @@ class GraphHooks:
         # Why the hooks cannot be part of a graph; None if they can.
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
-        self._fired: dict[AttachedHook, tuple[int, int]] = {}  # the micro-step and the call in which a site fired last
+        # The micro-step, the call and, if the call is unknown, the gradient at which a site fired last.
+        self._fired: dict[AttachedHook, tuple[int, int, int]] = {}
+        self._traced: dict[tuple[int, int], int] = {}  # the indices of the calls of a micro-step, see `begin`
         self._arrived: Counter[tuple[int, int, str]] = Counter()  # gradients, by stage, call and path
 
     def _stages_of(self, attached_hooks: Sequence[AttachedHook]) -> tuple[Stage, ...]:
@@ -169,25 +172,36 @@ class GraphHooks:
         stages = self.output[1:] if observes else self.output
         return traced_call(output, call, self.token, stages, self.output_gradients, tensors_in(given))
 
-    def begin(self, missing: str) -> GraphCall:
-        """Start a call of the module. `missing`: why no input gets a gradient; empty if one does."""
+    def begin(self, missing: str, traced: tuple[int, int]) -> GraphCall:
+        """Start a call of the module.
+
+        Args:
+            missing: Why no input gets a gradient; empty if one does.
+            traced: The numbers of the run of the graph, and of the call in the graph. A recomputed call has those of the original one.
+        """
         call = self.calls.enter(self, in_graph=True)
         if self.calls.indices.micro_step_index != self._micro_step_index:
             self._micro_step_index = self.calls.indices.micro_step_index
             self._arrived.clear()
+            self._traced.clear()
+        if not call.is_recomputed:
+            self._traced[traced] = call.index
+        elif call.origin == UNKNOWN_CALL:
+            call.index = call.origin = self._traced.get(traced, UNKNOWN_CALL)
         self._count_opportunities(self._places.pre, call)
         self._count_gradients(self._places.contributions, call, missing)
         return GraphCall(call.index, call.origin, call.is_recomputed, call.micro_step_index)
 
-    def end(self, missing: str, begins: bool) -> GraphCall:
+    def end(self, missing: str, begins: bool, traced: tuple[int, int]) -> GraphCall:
         """End the forward pass of a call.
 
         Args:
             missing: Why no output gets a gradient; empty if one does.
             begins: Whether the call starts here too, since no hook needs its start.
+            traced: See `begin`, if the call starts here.
         """
         if begins:
-            self.begin("")
+            self.begin("", traced)
         call = self.calls.leave(self, in_graph=True)
         if call is None:  # its start was not seen
             return GraphCall()
@@ -240,7 +254,7 @@ class GraphHooks:
                         attached.count_miss(reason)
                         continue
                     new = attached.fire(value, path, firing, value=owner)
-                at = call.micro_step_index, firing.call
+                at = call.micro_step_index, firing.call, firing.backward if firing.call == UNKNOWN_CALL else 0
                 if not firing.recompute and self._fired.get(attached) != at:
                     self._fired[attached] = at
                     attached.firings += 1

@@ -3,8 +3,8 @@
 The compiler traces a module's hooks like its forward pass. Traced hooks only call operators, into which it does not look, so that
 a graph has no break. At run time, an operator gets the real tensor and calls the same code as without compilation.
 
-    begin(token, order, missing) -> call                     before the forward pass; the hooks on inputs follow
-    end(token, order, missing, begins, values, paths, stage) -> call
+    begin(token, order, missing, traced) -> call             before the forward pass; the hooks on inputs follow
+    end(token, order, missing, begins, traced, values, paths, stage) -> call
                                                              after it; also runs the first hooks on outputs, if they only observe
     observe(value, call, token, order, stage, path, owner)   hooks that change nothing
     change(value, call, token, order, stage, path, owner) -> value, acted
@@ -17,6 +17,9 @@ The token of a hook group is a tensor, and so an input of the graph: modules wit
 too: it shows the operators in the backward pass to which call of the module a gradient belongs. The operators write to the order
 according to their schema, so that the compiler neither removes nor reorders them. Operators in the backward pass have an order of
 their own, because the compiler would copy one that the forward pass has changed.
+
+Activation checkpointing copies operators with their arguments to the backward pass. The value of the order, which is the number of a
+run of the graph, and the number of the call in the graph (`traced`) show which call it recomputes.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ GraphHooks = Any
 
 _SITE = "Tensor call, Tensor token, Tensor(a!) order, int stage, str path"
 _SCHEMAS = (
-    "begin(Tensor token, Tensor(a!) order, str missing) -> Tensor",
-    "end(Tensor token, Tensor(a!) order, str missing, bool begins, Tensor[] values, str[] paths, int stage) -> Tensor",
+    "begin(Tensor token, Tensor(a!) order, str missing, int traced) -> Tensor",
+    "end(Tensor token, Tensor(a!) order, str missing, bool begins, int traced, Tensor[] values, str[] paths, int stage) -> Tensor",
     f"observe(Tensor value, {_SITE}, Tensor? owner) -> ()",
     f"change(Tensor value, {_SITE}, Tensor? owner) -> (Tensor, Tensor)",
     f"change_backward(Tensor gradient, Tensor value, Tensor acted, {_SITE}) -> Tensor",
@@ -52,7 +55,7 @@ for _schema in _SCHEMAS:
 OPERATORS: Any = torch.ops.instrument
 _MAX_INTERVENTIONS = 64  # interventions of one stage
 with torch.inference_mode(False):  # the order of the operators in forward and in backward passes; never written
-    _FORWARD, _BACKWARD = (torch.zeros(1, device="cpu") for _ in range(2))
+    _FORWARD, _BACKWARD = [torch.zeros(1, dtype=torch.int64, device="cpu")], torch.zeros(1, device="cpu")
 
 
 class GraphCall(NamedTuple):
@@ -70,7 +73,16 @@ class GraphCall(NamedTuple):
 
 
 _TARGETS: WeakValueDictionary[int, GraphHooks] = WeakValueDictionary()
-_numbers = count()
+_numbers = count(1)
+
+
+def _traced_call_number() -> int:
+    """Return a number for a call of a module in traced code, which is constant in the graph."""
+    return next(_numbers)
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler.
+_traced_call_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def new_token(target: GraphHooks) -> Tensor:
@@ -80,23 +92,28 @@ def new_token(target: GraphHooks) -> Tensor:
     return torch.tensor([number], device="cpu")
 
 
-def _begin(token: Tensor, _order: Tensor, missing: str) -> Tensor:
+def _begin(token: Tensor, order: Tensor, missing: str, traced: int) -> Tensor:
     target = _TARGETS.get(int(token))
-    return _tensor_of(GraphCall() if target is None else target.begin(missing))
+    return _tensor_of(GraphCall() if target is None else target.begin(missing, (int(order), traced)))
 
 
-def _end(
+def _end(  # noqa: PLR0917
     token: Tensor,
-    _order: Tensor,
+    order: Tensor,
     missing: str,
     begins: bool,
+    traced: int,
     values: Sequence[Tensor],
     paths: Sequence[str],
     stage: int,
 ) -> Tensor:
     if (target := _TARGETS.get(int(token))) is None:
         return _tensor_of(GraphCall())
-    call = target.end(missing, begins)
+    call = target.end(missing, begins, (int(order), traced))
+    if not torch.is_inference_mode_enabled():
+        # Each run of a graph has its own order, with its own number. Autograd would refuse to recompute a part of a graph if a later
+        # graph had written to the same one.
+        _FORWARD[0] = torch.tensor([next(_numbers)], device="cpu")
     for value, path in zip(values, paths, strict=True):
         target.run(stage, value, call, path, None)
     return _tensor_of(call)
@@ -168,7 +185,7 @@ class _Change(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:
-        new, acted = OPERATORS.change(value, call, token, _FORWARD, stage, path, None)
+        new, acted = OPERATORS.change(value, call, token, _FORWARD[0], stage, path, None)
         ctx.save_for_backward(value, acted, call, token)
         ctx.stage, ctx.path = stage, path
         return new  # type: ignore[no-any-return]
@@ -228,7 +245,7 @@ def traced_call(
             if not isinstance(leaf, Tensor):
                 continue
             if not changes:
-                OPERATORS.observe(leaf, call, token, _FORWARD, number, paths[at], None)
+                OPERATORS.observe(leaf, call, token, _FORWARD[0], number, paths[at], None)
             elif leaf.is_floating_point():
                 leaves[at], is_changed = _Change.apply(leaf, call, token, number, paths[at]), True
     if gradient_stages and torch.is_grad_enabled():
@@ -242,17 +259,18 @@ def traced_call(
 
 def begin_call(token: Tensor, missing: str) -> Tensor:
     """Call the operator that begins a call. Return the call tensor; see `GraphHooks.begin`."""
-    return OPERATORS.begin(token, _FORWARD, missing)  # type: ignore[no-any-return]
+    return OPERATORS.begin(token, _FORWARD[0], missing, _traced_call_number())  # type: ignore[no-any-return]
 
 
 def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage | None) -> Tensor:
     """Call the operator that ends a call, and runs the hooks of a stage, which change nothing, on the output. Return the call tensor."""
+    number = _traced_call_number() if begins else 0
     if stage is None:
-        return OPERATORS.end(token, _FORWARD, missing, begins, [], [], 0)  # type: ignore[no-any-return]
+        return OPERATORS.end(token, _FORWARD[0], missing, begins, number, [], [], 0)  # type: ignore[no-any-return]
     leaves, paths, _ = _flattened(value)
     tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     given = [leaves[at] for at in tensors], [paths[at] for at in tensors]
-    return OPERATORS.end(token, _FORWARD, missing, begins, *given, stage.number)  # type: ignore[no-any-return]
+    return OPERATORS.end(token, _FORWARD[0], missing, begins, number, *given, stage.number)  # type: ignore[no-any-return]
 
 
 def _flattened(value: Any) -> tuple[list[Any], list[str], Any]:

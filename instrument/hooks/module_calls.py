@@ -114,8 +114,7 @@ class Calls:
             index = indices.latest = indices.next_index()
             call = Call(index, index, micro_step_index)
         elif in_graph and indices.latest >= 0 and graph_task() != -1 and not _segments():
-            origin = 0 if indices.latest == 0 else UNKNOWN_CALL  # the compiler does not tell which call it recomputes
-            call = Call(origin, origin, micro_step_index, is_recomputed=True)
+            call = Call(self._only_call, self._only_call, micro_step_index, is_recomputed=True)
         else:
             call = self._enter_segment(inputs, active)
         active.append(call)
@@ -186,7 +185,12 @@ class Calls:
         position = position if previous_task == task else 0
         self.recompute_progress[segment] = task, position + 1
         indices = self.call_indices.get(segment, [])
-        return indices[position] if position < len(indices) else UNKNOWN_CALL
+        return indices[position] if position < len(indices) else self._only_call
+
+    @property
+    def _only_call(self) -> int:
+        """The index of the call of a micro-step with one call. Compiled code does not tell which one of several is recomputed."""
+        return 0 if self.indices.latest == 0 else UNKNOWN_CALL
 
     def _note_inputs(self, index: int, inputs: Iterable[Any]) -> None:
         """Note the inputs of a call without a graph, or with hooks on saved tensors: a backward pass may repeat it."""

@@ -16,6 +16,7 @@ from ..errors import HookError
 from ..hooks.clock import Clock
 from ..hooks.hook_group import HookGroup
 from ..hooks.optimizer import StepHooks, as_rate
+from ..runtime.lazy_compiler import run_outside_of_graphs
 
 
 class StepWatch(HookGroup):
@@ -127,6 +128,10 @@ class StepWatch(HookGroup):
             return None
         rate_used, self._rate_used = self._rate_used, None
         return _rate_of(self._optimizers[0]) if rate_used is None else rate_used
+
+
+for _hook in (StepWatch.before_step, StepWatch.after_step):
+    run_outside_of_graphs(_hook)
 
 
 class WrapperWatch(HookGroup):

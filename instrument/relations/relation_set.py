@@ -18,7 +18,7 @@ from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group import HookGroup, InertWhenCopied
 from ..rules.step_rows import RelationRow
-from ..runtime.lazy_compiler import has_compiled
+from ..runtime.lazy_compiler import has_compiled, run_outside_of_graphs
 from .exchange import has_processes
 from .observations import (
     BATCHES,
@@ -232,6 +232,10 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet._after_step):
+    run_outside_of_graphs(_hook)
 
 
 def _is_checked(offset: int) -> bool:

@@ -255,6 +255,76 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
     pd.testing.assert_frame_equal(effects, expected, check_exact=True)
 
 
+def recomputed(*, reentrant: bool) -> nn.Module:
+    """Return a model of two compiled blocks. Each calls a layer twice, and is recomputed, outside of its graph if `reentrant`."""
+
+    def block(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(layer(x)) if reentrant else checkpoint(lambda x: layer(layer(x)), x, use_reentrant=False)
+
+    def blocks(one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
+        for each in (one, two):
+            x = checkpoint(each, x, use_reentrant=True) if reentrant else each(each(x))
+        return x
+
+    torch.manual_seed(0)
+    return Calls(blocks, **{name: Calls(block, layer=nn.Linear(WIDTH, WIDTH)) for name in ("one", "two")})
+
+
+def second(tensor: Tensor, ctx: Any) -> Tensor:
+    return tensor * 0.5 if ctx.call == 1 else tensor
+
+
+RECOMPUTED = {
+    "calls": scale("forward", 0.5, "*.layer", calls=1),
+    "function": {"layers": "*.layer", "kind": "forward", "action": "modify", "fn": second},
+    "noise": {"layers": "*.layer", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.1},
+    "when": scale("forward", 0.5, "*.layer", when={"stat": "std", "above": 0.3}),
+}
+
+
+@pytest.mark.parametrize("change", tiered(list(RECOMPUTED), quick=["calls"]))
+def test_recomputed_calls_in_a_graph_are_the_original_ones(change: str) -> None:
+    model, plain = recomputed(reentrant=False), recomputed(reentrant=False)
+    specs = GRADIENTS | {change: RECOMPUTED[change]}
+    eager = train(plain, plain, specs)
+    for block in model.children():
+        block.compile(backend="aot_eager", fullgraph=True)
+    probe = train(model, model, specs)
+    assert_close(model.parameters(), plain.parameters(), rtol=1e-6, atol=1e-7)
+    assert probe.coverage() == eager.coverage()
+    rows, expected = (pd.DataFrame(each.sink.records("tensors")) for each in (probe, eager))
+    assert sorted(rows[KEY].itertuples(index=False)) == sorted(expected[KEY].itertuples(index=False))
+
+
+def test_blocks_that_reentrant_checkpointing_recomputes_have_known_calls() -> None:
+    torch.manual_seed(0)
+    model = Calls(lambda block, x: checkpoint(block, x, use_reentrant=True), block=layers())
+    called = copy.deepcopy(model)
+    called.block.compile(backend="aot_eager", fullgraph=True)
+    noise = {"noise": {"layers": "block.*", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.1}}
+    rows = {}
+    for each in (model, called):
+        with instrument.attach(each, GRADIENTS | noise) as probe:
+            each(batches()[0].requires_grad_()).square().mean().backward()
+            probe.end_step()
+        rows[each] = tensors_by(probe, *KEY)
+    assert rows[called].keys() == rows[model].keys()
+    assert_equal((rows[called][key] for key in rows[model]), rows[model].values())
+    assert_equal((p.grad for p in called.parameters()), (p.grad for p in model.parameters()))
+
+
+def test_interventions_in_unknown_calls_are_refused() -> None:
+    model = recomputed(reentrant=True)
+    for block in model.children():
+        block.compile(backend="aot_eager", fullgraph=True)
+    change = {"change": RECOMPUTED["calls"]}
+    with (
+        pytest.raises(instrument.HookError, match=r"layer '(one|two).layer' at step 0: .* call is unknown: .* 'calls'"),
+        instrument.attach(model, change),
+    ):
+        model(batches()[0].requires_grad_()).mean().backward()
+
+
 @pytest.mark.slow
 def test_schedules_switch_between_two_graphs() -> None:
     called = compiled(make("small"))
@@ -679,3 +749,5 @@ def test_interfaces_of_pytorch_exist() -> None:
     assert torch._dynamo.config.skip_nnmodule_hook_guards in (True, False), "compiler._guard_hooks"
     assert hasattr(torch.Tag, "cudagraph_unsafe"), "compiled_operators: CUDA graphs are captured between the operators"
     assert callable(torch.utils._pytree.tree_flatten_with_path), "compiled_operators.traced_call: the paths of tensors"
+    marked = torch.compiler.assume_constant_result(lambda: 0)
+    assert marked._dynamo_marked_constant, "compiled_operators._traced_call_number: a constant in graphs"

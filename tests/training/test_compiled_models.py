@@ -81,6 +81,29 @@ def test_compiler_does_not_warn_about_hooks() -> None:
     assert not messages
 
 
+def test_compiled_optimizer_step_traces_no_code_of_hooks() -> None:
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model, plain = (nn.Linear(4, 2) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(3, 4)
+    hooks = {"update": {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}}
+    rows = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        step = torch.compile(optimizer.step, backend="eager", disable=each is plain)
+        with instrument.attach(each, hooks, optimizer=optimizer) as probe:
+            for _ in range(3):
+                each(batch).square().mean().backward()
+                step()
+                optimizer.zero_grad()
+                probe.end_step()
+        rows.append(probe.stats[["step", "path", "l2"]])
+    assert rows[1].equals(rows[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.slow
 def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
