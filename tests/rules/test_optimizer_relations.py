@@ -740,15 +740,18 @@ class Pooled(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "stack", "severity"), [
-    ("parameter_grad", False, "info"), ("parameter_grad", True, "warning"), ("forward", False, "warning"),
+    ("full_backward", False, "info"), ("full_backward", True, "warning"), ("parameter_grad", False, "warning"),
 ])  # fmt: skip
 def test_a_layer_whose_output_is_not_used_is_noted(kind: str, stack: bool, severity: str) -> None:
+    """An optimizer that does not hold a parameter also leaves out the hook on its gradient, but not that on the gradient of the output."""
     model = Pooled(stack)
     optimizer = sgd(model)
-    hooks = {
+    hooks: dict[str, Any] = {
         "weights": {"layers": "**", "kind": "step_post", "action": "record"},
-        "others": {"layers": "**", "kind": kind, "action": "record"},
+        "gradients": {"layers": "**", "kind": kind, "action": "record"},
     }
+    if kind == "full_backward":
+        hooks["gradients"]["role"] = "grad_output"
     with (
         warnings.catch_warnings(action="ignore"),
         instrument.attach(model, hooks, optimizer=optimizer, rules={"still": {"rule": "unchanged_parameter"}}) as probe,
