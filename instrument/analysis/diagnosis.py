@@ -244,10 +244,7 @@ class _Timeline:
     def __init__(self, facts: Mapping[str, RuleFacts], info: Mapping[str, Any], layers: Sequence[str]) -> None:
         self._facts = facts
         self._hooks = hooks_of(info) or {}
-        order = in_forward_order(layers, [])
-        self._rank = rank_in(order)
-        parents = {layer.rpartition(".")[0] for layer in order}
-        self._first = next((layer for layer in order if layer not in parents), None)  # the first layer without others
+        self._rank = rank_in(in_forward_order(layers, []))
 
     def onset(self, event: RuleEvent) -> int:
         """Return the step at which a problem began: the first of several in succession, or one after the last recorded step.
@@ -302,7 +299,7 @@ class _Timeline:
             last = event.step
             episodes[-1].setdefault((event.rule, event.location is None), []).append(event)
         for group in (group for episode in episodes for group in episode.values()):
-            lead = self._origin(min(group, key=self._order_in_rule), group)
+            lead = min(group, key=self._order_in_rule)
             group.remove(lead)
             group.insert(0, lead)
         return episodes
@@ -311,47 +308,20 @@ class _Timeline:
         """Return the part of a training step in which to look for the cause of a leading event.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
-        A loss that becomes too low after the first step, without other gradients, is that of inputs which are easier or show the targets.
         """
         part, _ = self.position(event)
-        if self.onset(event) > 0 and not _is_of_program(event):
-            is_low = event.value is not None and event.threshold is not None and event.value < event.threshold
-            if part == UPDATE:
-                part = BACKWARD
-            elif part == LOSS and event.location is None and is_low:
-                part = FORWARD
-        return PARTS[part]
-
-    def _origin(self, lead: RuleEvent, group: Sequence[RuleEvent]) -> RuleEvent:
-        """Return the parameter that explains an output outside of a reference: one of the same or an earlier layer, outside as long.
-
-        In the first step, the update follows the output. Otherwise, the event itself.
-        """
-        part, rank = self.position(lead)
-        is_later = lead.location is not None and self.onset(lead) > 0
-        if part != FORWARD or not is_later or self._facts.get(lead.rule, NO_FACTS).stage != "reference":
-            return lead
-        moved = [
-            event
-            for event in group
-            if event.step == lead.step
-            and self.position(event)[0] == UPDATE
-            and hook_and_role(event.location or "")[1] == "param"
-            and self._rank(event.layer or "") <= rank
-        ]
-        return min(moved, key=lambda event: self._rank(event.layer or ""), default=lead)
+        is_later = self.onset(event) > 0 and not _is_of_program(event)
+        return PARTS[BACKWARD if part == UPDATE and is_later else part]
 
     def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
         """Return the sort key of an event among those of its rule.
 
         They are in the order of their rows except for gradients: rows of the gradients of parameters are in the order of the parameters,
-        not of the backward pass. Settings stay in their order, from the modules to the root. The mean loss follows what began
-        before it, since it shows any problem.
+        not of the backward pass. Settings stay in their order, from the modules to the root.
         """
         part, rank = self.position(event)
         is_setting = event.message.startswith(OTHER_SETTING)
-        step = self.onset(event) + self._delay(event) if _is_of_mean_loss(event) else event.step
-        return step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
+        return event.step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
@@ -367,17 +337,13 @@ class _Timeline:
     def _order(self, event: RuleEvent, of_run: Sequence[RuleEvent]) -> tuple[int, int, bool, tuple[int, int]]:
         """Return the sort key of a leading event. `of_run`: that of its rule about the run as a whole, if there is one.
 
-        A mean loss that is too high precedes an output that leaves its range after the first step: the layers have learned something
-        else. It does not precede the output of the first layer, which other data reach first.
+        A mean loss precedes an output that leaves its range after the first step: the layers have learned something else.
         """
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
         onset, position = self.onset(event), self.position(event)
+        is_learned = event.location is not None and onset > 0 and position[0] == FORWARD
         for loss in of_run:
-            is_high = _is_of_mean_loss(loss) and (loss.value or 0.0) > (loss.threshold or 0.0)
-            is_learned = (
-                event.location is not None and onset > 0 and position[0] == FORWARD and event.layer != self._first
-            )
-            if is_high and is_learned and self.onset(loss) <= event.step:
+            if is_learned and _is_of_mean_loss(loss) and self.onset(loss) <= event.step:
                 onset, position = max(onset, self.onset(loss)), (LOSS, 1)
         return first, onset, not _is_of_program(event), position

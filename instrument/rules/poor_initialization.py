@@ -13,10 +13,9 @@ from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
-LARGE_CHANGE = 0.5  # of a block, relative to its input
+MULTIPLE = 0.5  # of its input that a block adds
 NORMALIZED = 0.01  # the largest difference from 1 of the `rms` of a block that ends with a normalization
 LARGEST = 700.0  # the largest logarithm of a factor
-PARALLEL = 2.0  # how many times the length of a change without a part in the direction of the input
 
 
 class PoorInitializationRule(RuleBase):
@@ -33,9 +32,10 @@ class PoorInitializationRule(RuleBase):
     branches (Zhang et al. 2019, https://arxiv.org/abs/1901.09321), and hardly change the line.
 
     With `branch_ratio` and `input_cosine` of the changes of blocks, such as `hooks=transformer`, it is also reported if most blocks
-    add a multiple of their input, such as a residual connection that is applied twice. What new weights compute is nearly orthogonal to
-    the input, so that a change of r times the input turns it by the angle arctan(r) (He et al. 2016, https://arxiv.org/abs/1603.05027,
-    section 3.1, for the exponential growth of scaled shortcuts). Blocks whose outputs have an `rms` of 1 do not count: they end with a
+    add at least half of their input, and less of anything else, such as a residual connection that is applied twice (He et al. 2016,
+    https://arxiv.org/abs/1603.05027, section 3.1, for the exponential growth of scaled shortcuts). What new weights compute is nearly
+    orthogonal to the input. The part of it along the input is small relative to the rest, although it can be a multiple of a small input,
+    such as embeddings before branches that normalize. Blocks whose outputs have an `rms` of 1 do not count: they end with a
     normalization, which scales small embeddings.
 
     The first loss of a classifier is also reported if it is more than three times that of a uniform prediction of its K classes, and more
@@ -112,8 +112,10 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
             at.layer for at, is_near in zip(rows.layout.locations, near_1, strict=True) if is_near and at.is_output
         }
         ratio = np.where([at.layer in normalized for at in chosen.locations], np.nan, ratio)
-        orthogonal = np.sqrt(np.maximum(1 - cosine**2, 0))  # the sine of the angle
-        scaled = np.flatnonzero((ratio > LARGE_CHANGE) & (ratio * cosine > PARALLEL * orthogonal))
+        sine = np.sqrt(np.maximum(1 - cosine**2, 0))
+        length = cosine + np.sqrt(np.maximum(ratio**2 - sine**2, 0))  # of the output, relative to the input
+        along, across = length * cosine - 1, length * sine  # the parts of the change
+        scaled = np.flatnonzero((along > MULTIPLE) & (along > across))
         blocks = np.count_nonzero(~np.isnan(ratio))
         if 2 * len(scaled) > blocks:
             at = int(scaled[0])
@@ -121,7 +123,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
                 f"a multiple of the input is added by {len(scaled)} of {blocks} blocks: the change is {ratio[at]:.3g} times the "
                 f"input, and the cosine of input and output is {cosine[at]:.3g}"
             )
-            yield Firing(text, float(ratio[at]), LARGE_CHANGE, chosen.locations[at])
+            yield Firing(text, float(along[at]), MULTIPLE, chosen.locations[at])
 
     @staticmethod
     def _check_weights(mean: FloatArray, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:

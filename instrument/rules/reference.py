@@ -66,14 +66,16 @@ class ReferenceRule(PersistentRule):
     phase of training, is compared when the phase has ended: it differs less between runs than the loss of one step. NaN and infinities
     are not compared, nor are steps after the last phase in which the runs have values.
 
-    A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
+    A bias can cross zero, where no factor has a meaning: it is only outside above its range. A parameter that none of the runs has is
+    outside, if they recorded others with the same hook: the model is another one.
 
     An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given,
     or the first input of a step repeats in one of the runs: the others then differ only because of the parameters.
     This reads the statistic `fingerprint`.
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
-    `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin.
+    `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin. A learning rate that a
+    scheduler of PyTorch changes is only compared as a metric: it depends on the length of the schedule.
     """
 
     from_: Annotated[Names, BeforeValidator(_as_text, json_schema_input_type=str | list[str])] = Field(
@@ -124,9 +126,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     )
     advice_in: ClassVar[Mapping[Part, str]] = {
         "forward": "The forward pass differs first: compare the data, the parameters of the model and their initial values, and the "
-        "settings, the code and the mode of this layer; for a loss that is too low, also what inputs and masks show of the targets.",
+        "settings, the code and the mode of this layer.",
         "loss": "The loss differs first: compare what the program computes from the outputs of its last layers, the targets, the order of "
-        "the samples and the loss function; for an evaluation, also its data and the mode of the model.",
+        "the samples and the loss function; for a loss that is too low, also which samples there are, and what inputs and masks show of "
+        "the targets; for an evaluation, also its data and the mode of the model.",
         "backward": "The gradients differ first, or updates do after the first one, with the usual settings of the optimizer: compare the "
         "targets, the order of the samples, the loss function, and what changes gradients, such as accumulation, clipping, scaling and "
         "detached tensors.",
@@ -143,6 +146,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self.statistics = tuple(name for name in names if name not in METRICS)
         low, high = self.reference.limits(self.statistics, spec.margin)
         one_more = [(0, 1), (0, 0), (0, 0)]
+        low[[at for key, at in self.reference.index.items() if key[3] == "param" and "bias" in key[4]]] = -np.inf
         self._low = np.pad(low, one_more, constant_values=np.inf)
         self._high = np.pad(high, one_more, constant_values=-np.inf)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
@@ -235,7 +239,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 others = [
                     name for name in {**own, **known} if own.get(name) != known.get(name) and known.get(name, "new")
                 ]
-                names = [name for name in others if not name.startswith(left_out)]
+                ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
+                scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
+                names = [name for name in others if not name.startswith(left_out) and name not in scheduled]
                 if names:
                     is_first = GRADIENTS in names and self._is_detached(own, known, rows)
                     names.sort(key=lambda name, is_first=is_first: (name == GRADIENTS) != is_first)  # type: ignore[misc]

@@ -21,7 +21,9 @@ class UnchangedParameterRule(PersistentRule):
     frozen. If the run records updates, parameters without an update do not count, such as those of a target network: no optimizer holds
     them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous recorded
     step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss of the
-    previous recorded step, below the first loss: an optimizer such as LBFGS has converged.
+    previous recorded step, below the first loss: an optimizer such as LBFGS has converged. A layer without a gradient between layers with
+    one is only noted, if gradients of outputs are recorded: the program does not use what it computes, as with the pooler of an encoder
+    whose tokens are classified.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -89,5 +91,15 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
                 values = [chosen.values(column(name)[-1], self.merge) for name in self.statistics]
                 self._previous[chosen.slots] = np.stack(values, axis=1)
 
-    def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
-        return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, chosen.locations[at])
+    def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
+        location = chosen.locations[at]
+        gradients = [each for each in rows.layout.locations if each.is_gradient]
+        of_outputs = {each.layer for each in gradients if each.role == "grad_output"}
+        layers = list(dict.fromkeys(each.layer for each in chosen.locations))
+        index = layers.index(location.layer)
+        near = {*layers[max(0, index - 1) : index + 2]} - {location.layer}
+        if index and near <= of_outputs and location.layer not in {each.layer for each in gradients}:
+            return Firing(
+                "it has no gradient, but the layers next to it do: its output is not used", None, None, location
+            )
+        return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, location)

@@ -542,14 +542,15 @@ def test_outputs_that_grow_up_to_a_small_last_one_are_compared_with_the_largest(
     assert event.message.partition(":")[2].startswith(" at step 0 in 19 output (seen): std 1e+19, but 1 in 0: ")
 
 
-@pytest.mark.parametrize(("kept", "count"), [(1.0, 0), (2.0, 1), (0.5, 0)])
-def test_blocks_that_add_their_input_twice_are_a_poor_initialization(kept: float, count: int) -> None:
+@pytest.mark.parametrize(("kept", "added", "count"), [(1.0, 0.5, 0), (2.0, 0.5, 1), (0.5, 0.5, 0), (4.0, 12.0, 0)])
+def test_blocks_that_add_their_input_twice_are_a_poor_initialization(kept: float, added: float, count: int) -> None:
+    """What normalized branches add to small embeddings is a multiple of them by chance, and mostly something else."""
     generator = np.random.default_rng(0)
     stream = generator.normal(size=1000)
     rows: list[dict[str, Any]] = []
     for block in range(3):
         before, norm = stream, np.linalg.norm(stream)
-        stream = kept * before + 0.5 * norm * generator.normal(size=1000) / np.sqrt(1000)
+        stream = kept * before + added * norm * generator.normal(size=1000) / np.sqrt(1000)
         rows += changed_block(str(block), before, stream)
     assert [event.layer for event in fired("poor_initialization", [Step(rows=rows)])] == ["0"] * count
 

@@ -727,6 +727,48 @@ def test_layers_that_are_frozen_during_the_run_may_be_unchanged(change: str) -> 
     assert "zero" not in {*events.rule}
 
 
+class Pooled(nn.Module):
+    """A classifier of features, with a pooler whose output it does not use. `stack`: the pooler has two layers."""
+
+    def __init__(self, stack: bool) -> None:
+        super().__init__()
+        self.features, self.pooler, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.pooler = nn.Sequential(self.pooler, nn.Linear(8, 8)) if stack else self.pooler
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x).relu()
+        self.pooler(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(("kind", "stack", "severity"), [
+    ("full_backward", False, "info"), ("full_backward", True, "warning"), ("parameter_grad", False, "warning"),
+])  # fmt: skip
+def test_a_layer_whose_output_is_not_used_is_noted(kind: str, stack: bool, severity: str) -> None:
+    """An optimizer that does not hold a parameter also leaves out the hook on its gradient, but not that on the gradient of the output."""
+    model = Pooled(stack)
+    optimizer = sgd(model)
+    hooks: dict[str, Any] = {
+        "weights": {"layers": "**", "kind": "step_post", "action": "record"},
+        "gradients": {"layers": "**", "kind": kind, "action": "record"},
+    }
+    if kind == "full_backward":
+        hooks["gradients"]["role"] = "grad_output"
+    with (
+        warnings.catch_warnings(action="ignore"),
+        instrument.attach(model, hooks, optimizer=optimizer, rules={"still": {"rule": "unchanged_parameter"}}) as probe,
+    ):
+        for batch in BATCHES:
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    first = probe.events.iloc[0]
+    assert (first.layer, first.severity) == ("pooler.0" if stack else "pooler", severity)
+    assert ("its output is not used" in first.message) == (severity == "info")
+
+
 @pytest.mark.parametrize("role", ["param", "update"])
 def test_layers_that_are_skipped_in_recorded_steps_have_changed(role: str) -> None:
     """As by stochastic depth: with the parameters, their changes between these steps are known."""

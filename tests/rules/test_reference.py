@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,15 @@ def test_rule_reads_other_locations_of_no_reference(tmp_path: Path) -> None:
     assert fired(entry, stepped([99.0] * 4, layer="b") + stepped([99.0], **GRADIENT)) == []
     assert fired({**entry, "hook": "other"}, stepped([99.0])) == []
     assert len(fired(entry, stepped([99.0], module_type="Other"))) == 1
+
+
+@pytest.mark.parametrize(("path", "low"), [("weight", 1), ("bias", 0)])
+def test_bias_may_cross_zero(tmp_path: Path, path: str, low: int) -> None:
+    parameter = {**{name: PARAMETER[name] for name in ("kind", "role")}, "path": path}
+    values = {**{name: [value] * 4 for name, value in parameter.items()}, "rms": [1.0] * 4}
+    entry = {"from": str(write_values(tmp_path / "a", values))}
+    assert len(fired(entry, stepped([1e-6] * 4, **parameter))) == low
+    assert len(fired(entry, stepped([99.0] * 4, **parameter))) == 1
 
 
 def test_parameter_that_no_healthy_run_has_is_outside(tmp_path: Path) -> None:
@@ -542,6 +552,32 @@ def test_other_setting_is_reported_live_and_afterwards(
     for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
         quiet = rule_events(instrument.load(tmp_path), parse_rules({"same": {**rules["same"], **chosen}}))
         assert not any("other setting" in event.message for event in quiet)
+
+
+@pytest.mark.parametrize(("length", "rate", "count"), [(90, 0.1, 0), (100, 0.1001, 1)])
+def test_learning_rate_of_a_schedule_is_no_setting(tmp_path: Path, length: int, rate: float, count: int) -> None:
+    """Its first rate is one: the schedule of PyTorch keeps it."""
+
+    def train_on_schedule(name: str, length: int, rate: float, **options: Any) -> AttachedProbe:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, length)
+        with instrument.attach(model, HOOKS, optimizer=optimizer, out=tmp_path / name, **options) as probe:
+            for batch in torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0)):
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                probe.end_step(loss=loss)
+        return probe
+
+    train_on_schedule("healthy", 100, 0.1, rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path / "healthy"), "margin": 100}}
+    with warnings.catch_warnings(action="ignore"):
+        events = train_on_schedule("new", length, rate, rules=rules).events
+    found = [message for message in events.message if "other setting" in message]
+    assert [message.partition("optimizer.")[2].partition(" ")[0] for message in found] == ["initial_lr"] * count
 
 
 class _Branches(nn.Module):
