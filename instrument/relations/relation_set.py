@@ -63,6 +63,7 @@ class RelationSet(InertWhenCopied):
         self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
+        self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
         # The hooks of the checked steps; those of optimizers may remain.
         self._observed, self._at_steps = HookGroup((), clock), HookGroup((), clock)
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
@@ -95,9 +96,10 @@ class RelationSet(InertWhenCopied):
         if is_checked == training.is_checked:
             return
         training.is_checked = is_checked
+        self._rests = not (is_checked or has_processes())  # processes may make local steps
         if not is_checked:
             self._end_observation()
-            if not (has_compiled() or has_processes()):  # graphs depend on them; processes may make local steps
+            if self._rests and not has_compiled():  # graphs depend on them
                 self._at_steps.detach()
             return
         training.end_step()
@@ -118,9 +120,13 @@ class RelationSet(InertWhenCopied):
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # In a compiled model, it does nothing, and the graph has no break. The other test takes longer, and is true in an export too.
-        if is_dynamo_compiling() or self.clock.closed:
+        clock = self.clock
+        if is_dynamo_compiling() or clock.closed:
             return
-        training, phase = self.training, self.clock.moment.phase
+        phase = clock.moment.phase
+        if self._rests and phase == "train" and module.training:
+            return
+        training = self.training
         is_evaluation = phase == "eval" or (phase == "train" and not (module.training or torch.is_grad_enabled()))
         if is_evaluation and not is_compiling():
             for relation in self._relations.values():

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,37 +24,64 @@ MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
-_NO_NUMBERS: FloatArray = np.empty(0)
+_NO_NUMBERS: Numbers = ((), np.empty((0, 0)))
 
 
 try:
-    from ..stats.native import are_within
+    from ..stats.native import numbers_within
 # Installed without a C compiler.
 except ImportError:
 
-    def are_within(  # type: ignore[misc]
-        numbers: FloatArray, bounds: bytes, metrics: Mapping[str, Any], names: tuple[str, ...], limits: bytes
-    ) -> bool:
-        """Return whether numbers and metrics are within bounds.
+    def numbers_within(  # type: ignore[misc]
+        numbers: FloatArray,
+        bounds: bytes,
+        kept: bytes,
+        limits: bytes,
+        metrics: Mapping[str, Any],
+        names: tuple[str, ...],
+    ) -> bytes | None:
+        """Return the numbers to keep, float64 [kept, rows]; None if any number or metric is outside of its bounds.
 
         Args:
             numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
-            bounds: For some statistics, the index, the lowest numbers of all rows and the highest ones: float64 [n, 1 + 2 * rows].
+            bounds: float64: for some statistics, the index, a count, as many lowest numbers, and as many highest ones. The count is 1 if
+                all rows have the same.
+            kept: The indices of the kept statistics, float64.
+            limits: The lowest values of metrics and the highest ones, float64 [2, names].
             metrics: The metrics; a missing one is within all limits, NaN is not.
             names: The names of those with limits.
-            limits: The lowest numbers and the highest ones, float64 [2, names].
         """
-        rows = numbers.shape[-1]
-        at, low, high = np.split(np.frombuffer(bounds).reshape(-1, 1 + 2 * rows), [1, 1 + rows], axis=1)
-        values = numbers[at[:, 0].astype(np.int64)]
         of_names = zip(map(metrics.get, names), *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
-        is_within = all(value is None or least <= value <= most for value, least, most in of_names)
-        return is_within and not ((values < low) | (values > high)).any()
+        if not all(value is None or least <= value <= most for value, least, most in of_names):
+            return None
+        left = np.frombuffer(bounds)
+        while len(left):
+            values, count = numbers[int(left[0])], int(left[1])
+            low, high, left = np.split(left[2:], [count, 2 * count])
+            if ((values < low) | (values > high)).any():
+                return None
+        return numbers[np.frombuffer(kept).astype(np.int64)].tobytes()
 
 
-_LayoutBounds = tuple[Sequence[int], bytes]
-"""The statistics of a layout, as their indices in `ALL`, and the bounds of its rows; see `are_within`."""
-_Kept = tuple[_LayoutBounds, RowLayout, FloatArray]
+class _LayoutBounds(NamedTuple):
+    """The bounds of the rows of a layout.
+
+    Attributes:
+        statistics: The statistics of the numbers, as their indices in `ALL`.
+        bounds, kept: See `numbers_within`.
+        layout: The layout.
+        rows: The number of rows.
+    """
+
+    statistics: Sequence[int]
+    bounds: bytes
+    kept: bytes
+    layout: RowLayout
+    rows: int
+
+
+_Kept = tuple[_LayoutBounds, bytes, float | None]
+"""A step: its bounds, the numbers that are kept, and the loss of a training step."""
 
 
 class StepBounds:
@@ -74,8 +101,7 @@ class StepBounds:
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
         self._kept: list[_Kept] = []
-        self._losses: list[float] = []  # of kept training steps
-        self._steps = self._rows = 0  # of all kept steps
+        self._rows = 0  # of all kept steps
 
     def contain(
         self, step: int, phase: str, metrics: Mapping[str, Any], layout: RowLayout, numbers: Numbers | None
@@ -91,24 +117,23 @@ class StepBounds:
         """
         if not self._left or step > self._last or phase not in STEP_PHASES:
             return False
-        if count := len(layout.numbers):
-            if numbers is None:
+        if numbers is None:
+            if len(layout):
                 return False
-            statistics, values = numbers
-            bounds = self._of_layout.get(layout)
-            if bounds is None or bounds[0] is not statistics:
-                bounds = self._bounds_of(layout, statistics)
-            if not are_within(values, bounds[1], metrics, self._names, self._limits):
-                return False
-            self._kept.append((bounds, layout, values))
-            self._rows += count
-        elif not are_within(_NO_NUMBERS, b"", metrics, self._names, self._limits):
+            numbers = _NO_NUMBERS
+        statistics, values = numbers
+        of_layout = self._of_layout.get(layout)
+        if of_layout is None or of_layout[0] is not statistics:
+            of_layout = self._bounds_of(layout, statistics)
+        _, bounds, kept, _, count = of_layout
+        numbers_to_keep = numbers_within(values, bounds, kept, self._limits, metrics, self._names)
+        if numbers_to_keep is None:
             return False
-        if phase == "train" and (loss := metrics.get("loss")) is not None:
-            self._losses.append(float(loss))
+        loss = metrics.get("loss") if phase == "train" else None
+        self._kept.append((of_layout, numbers_to_keep, None if loss is None else float(loss)))
         self._left -= 1
-        self._steps += 1
-        if self._steps >= MAX_STEPS or self._rows >= MAX_ROWS:
+        self._rows += count
+        if len(self._kept) >= MAX_STEPS or self._rows >= MAX_ROWS:
             self.catch_up()
         return True
 
@@ -117,18 +142,27 @@ class StepBounds:
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        low, high = (bound[at[None], np.array(statistics)[:, None]] for bound in (self._low, self._high))
-        bounded = np.flatnonzero(((low > -math.inf) | (high < math.inf)).any(axis=1))
-        parts = bounded[:, None], low[bounded], high[bounded]
-        bounds = self._of_layout[layout] = statistics, np.concatenate(parts, axis=1).tobytes()
+        parts = []
+        for index, statistic in enumerate(statistics):
+            low, high = self._low[at, statistic], self._high[at, statistic]
+            if not ((low > -math.inf) | (high < math.inf)).any():
+                continue
+            if (low == low[0]).all() and (high == high[0]).all():
+                low, high = low[:1], high[:1]
+            parts += [[index, len(low)], low, high]
+        read = {name for rule in self._resting if _remembers_rows(rule) for name in rule.statistics}
+        kept = np.array([index for index, statistic in enumerate(statistics) if ALL[statistic] in read], np.float64)
+        packed = np.concatenate([np.empty(0), *parts]).tobytes()
+        bounds = self._of_layout[layout] = _LayoutBounds(statistics, packed, kept.tobytes(), layout, len(layout))
         return bounds
 
     def catch_up(self) -> None:
         """Pass the kept steps to the rules that have not read them."""
-        if self._steps:
-            groups = groupby(self._kept, lambda kept: id(kept[0]))
-            steps = QuietSteps(self._losses, [_table([*kept]) for _, kept in groups])
-            self._kept, self._losses, self._steps, self._rows = [], [], 0, 0
+        if self._kept:
+            losses = [loss for *_, loss in self._kept if loss is not None]
+            groups = groupby((each for each in self._kept if each[0].rows), lambda kept: id(kept[0]))
+            steps = QuietSteps(losses, [_table([*kept]) for _, kept in groups])
+            self._kept, self._rows = [], 0
             for rule in self._resting:
                 rule.remember(steps)
 
@@ -198,15 +232,19 @@ class StepBounds:
         return True
 
 
-def _table(kept: Sequence[_Kept]) -> tuple[RowLayout, Callable[[str], FloatArray]]:
-    (statistics, _), layout, _ = kept[0]
-    names = [ALL[index] for index in statistics]
-    missing = np.full(len(layout), np.nan)
+def _remembers_rows(rule: CatalogueRule[Any]) -> bool:
+    return isinstance(rule, LocatedRule) and type(rule).remember is not CatalogueRule.remember
 
-    def column(name: str) -> FloatArray:
-        return np.stack([numbers[names.index(name)] if name in names else missing for *_, numbers in kept])
 
-    return layout, column
+def _table(
+    kept: Sequence[_Kept],
+) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
+    statistics, _, indices, layout, rows = kept[0][0]
+    names = [ALL[statistics[int(index)]] for index in np.frombuffer(indices)]
+    values = np.frombuffer(b"".join(numbers for _, numbers, _ in kept)).reshape(len(kept), len(names), rows)
+    missing = np.full((len(kept), rows), np.nan)
+    losses = [loss for *_, loss in kept]
+    return layout, lambda name: values[:, names.index(name)] if name in names else missing, losses
 
 
 def values_of(rows: StepRows) -> Mapping[str, Any]:

@@ -60,7 +60,7 @@ class GrowthRule(LocatedRule[GrowthT]):
         return Bounds(self.statistics[0], low, self.spec.factor * (low / 2))
 
     def remember(self, steps: QuietSteps) -> None:
-        for layout, column in steps.tables:
+        for layout, column, _ in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
                 self._add(chosen.slots, chosen.values(column(self.statistics[0]), self.merge))

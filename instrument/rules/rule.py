@@ -114,11 +114,11 @@ class QuietSteps(NamedTuple):
     """Successive steps within the bounds of the rules that have not read them.
 
     They are the losses of training steps, and for successive steps with rows of the same layout, a function that returns a statistic by
-    name: float64 [steps, rows], NaN for no value.
+    name, float64 [steps, rows], NaN for no value, and the loss of each step.
     """
 
     losses: Sequence[float]
-    tables: Sequence[tuple[RowLayout, Callable[[str], FloatArray]]]
+    tables: Sequence[tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]]
 
 
 SpecT = TypeVar("SpecT", bound=RuleBase)
@@ -215,7 +215,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
         return ""
 
     def remember(self, steps: QuietSteps) -> None:
-        """Change the state as by reading steps within the bounds. Default: they do not change it."""
+        """Change the state as by reading steps within the bounds, of whose rows only `statistics` are known. Default: no change."""
 
 
 class LocatedRule(CatalogueRule[SpecT]):
@@ -373,7 +373,7 @@ class BoundsFromZeroRule(BoundsRule[PersistentT]):
         return super().holds(rows, chosen) & ~is_growing
 
     def remember(self, steps: QuietSteps) -> None:
-        for layout, column in steps.tables:
+        for layout, column, _ in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:  # no value within the bounds is 0
                 values = chosen.values(column(self.statistics[0]), self.merge)

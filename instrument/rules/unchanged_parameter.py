@@ -84,12 +84,13 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         return Bounds("l2", low=np.nextafter(0.0, 1.0))
 
     def remember(self, steps: QuietSteps) -> None:
-        self._first = steps.losses[0] if self._first is None and len(steps.losses) else self._first
-        for layout, column in steps.tables:
+        for layout, column, losses in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
                 values = [chosen.values(column(name)[-1], self.merge) for name in self.statistics]
                 self._previous[chosen.slots] = np.stack(values, axis=1)
+                known = (loss for loss in losses if loss is not None)
+                self._first, self._loss = next(known, None) if self._first is None else self._first, losses[-1]
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         location = chosen.locations[at]

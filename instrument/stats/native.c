@@ -498,24 +498,52 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, the lowest numbers of all rows, and the
-   highest ones. NaN is within. */
+/* The numbers of a statistic of all rows; NULL if there is none. */
+static const double *rows_of(const Py_buffer *numbers, double statistic) {
+    if (numbers->ndim != 2 || !(statistic >= 0 && statistic < (double)numbers->shape[0]))
+        return NULL;
+    return (const double *)numbers->buf + (Py_ssize_t)statistic * numbers->shape[1];
+}
+
+/* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, a count, as many lowest numbers, and as
+   many highest ones. The count is 1 if all rows have the same. NaN is within. */
 static int numbers_are_within(const Py_buffer *numbers, const Py_buffer *bounds) {
-    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0, size = 1 + 2 * rows;
-    const Py_ssize_t count = bounds->len / (Py_ssize_t)sizeof(double);
-    if (count % size)
-        return 0;
-    for (const double *at = bounds->buf, *end = at + count; at < end; at += size) {
-        if (!(rows && *at >= 0 && *at < (double)numbers->shape[0]))
-            return 0;
-        const double *x = (const double *)numbers->buf + (Py_ssize_t)*at * rows, *low = at + 1, *high = low + rows;
+    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0;
+    const double *at = bounds->buf, *end = at + bounds->len / (Py_ssize_t)sizeof(double);
+    while (at < end) {
+        const double *x = end - at > 3 ? rows_of(numbers, at[0]) : NULL;
+        const Py_ssize_t count = x && at[1] == 1 ? 1 : rows;
+        const double *low = at + 2, *high = low + count;
         int outside = 0;
-        for (Py_ssize_t i = 0; i < rows; i++)
-            outside |= (x[i] < low[i]) | (x[i] > high[i]);
+        if (!x || at[1] != (double)count || end - low < 2 * count)
+            return 0;
+        if (count == 1)
+            for (Py_ssize_t i = 0; i < rows; i++)
+                outside |= (x[i] < *low) | (x[i] > *high);
+        else
+            for (Py_ssize_t i = 0; i < rows; i++)
+                outside |= (x[i] < low[i]) | (x[i] > high[i]);
         if (outside)
             return 0;
+        at = high + count;
     }
     return 1;
+}
+
+/* Some statistics of all rows, as bytes. */
+static PyObject *kept_numbers(const Py_buffer *numbers, const Py_buffer *kept) {
+    const Py_ssize_t count = kept->len / (Py_ssize_t)sizeof(double);
+    const size_t size = numbers->ndim == 2 ? (size_t)numbers->shape[1] * sizeof(double) : 0;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)size);
+    for (Py_ssize_t i = 0; bytes && i < count; i++) {
+        const double *x = rows_of(numbers, ((const double *)kept->buf)[i]);
+        if (!x) {
+            PyErr_SetString(PyExc_IndexError, "there is no such statistic");
+            Py_CLEAR(bytes);
+        } else
+            memcpy(PyBytes_AsString(bytes) + i * (Py_ssize_t)size, x, size);
+    }
+    return bytes;
 }
 
 /* Whether the metrics of some names are between their limits, or have no value. NaN is not within. Returns -1 with an exception. */
@@ -541,23 +569,29 @@ static int metrics_are_within(PyObject *metrics, PyObject *names, const Py_buffe
     return within;
 }
 
-static PyObject *are_within(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    Py_buffer buffers[3];
+static PyObject *numbers_within(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    enum { NUMBERS, BOUNDS, KEPT, LIMITS, BUFFERS };
+    Py_buffer buffers[BUFFERS];
+    PyObject *result = NULL;
     int got = 0, within = -1;
     (void)self;
-    if (given != 5 || !PyTuple_Check(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "are_within takes numbers, bounds, metrics, a tuple of names, and limits");
+    if (given != 6 || !PyTuple_Check(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "numbers_within takes numbers, bounds, kept statistics, limits, metrics and a tuple of names");
         return NULL;
     }
-    while (got < 3 && !PyObject_GetBuffer(args[got == 2 ? 4 : got], &buffers[got], PyBUF_C_CONTIGUOUS))
+    while (got < BUFFERS && !PyObject_GetBuffer(args[got], &buffers[got], PyBUF_C_CONTIGUOUS))
         got++;
-    if (got == 3)
-        within = metrics_are_within(args[2], args[3], &buffers[2]);
+    if (got == BUFFERS)
+        within = metrics_are_within(args[4], args[5], &buffers[LIMITS]);
     if (within == 1)
-        within = numbers_are_within(&buffers[0], &buffers[1]);
+        within = numbers_are_within(&buffers[NUMBERS], &buffers[BOUNDS]);
+    if (within == 1)
+        result = kept_numbers(&buffers[NUMBERS], &buffers[KEPT]);
     while (got--)
         PyBuffer_Release(&buffers[got]);
-    return within < 0 ? NULL : PyBool_FromLong(within);
+    if (within)
+        return result;
+    Py_RETURN_NONE;
 }
 
 /* The operations of a program; see `formulas.py`. */
@@ -1546,8 +1580,8 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
     {"evaluate", evaluate, METH_VARARGS, "evaluate(program, numbers, width, results) -> None"},
-    {"are_within", (PyCFunction)(void (*)(void))are_within, METH_FASTCALL,
-     "are_within(numbers, bounds, metrics, names, limits) -> bool"},
+    {"numbers_within", (PyCFunction)(void (*)(void))numbers_within, METH_FASTCALL,
+     "numbers_within(numbers, bounds, kept, limits, metrics, names) -> bytes | None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.config.rules import default_rules
-from instrument.rules.bounds import are_within
+from instrument.rules.bounds import numbers_within
 from instrument.rules.rule_set import RuleEvent
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
@@ -138,6 +138,15 @@ def test_warnings_are_written_in_the_step_of_the_fault(fault: dict[str, float]) 
     assert [event.step for event in events] == [25]
 
 
+def test_loss_of_steps_within_the_bounds_is_that_of_the_step_before() -> None:
+    events: list[RuleEvent] = []
+    rules = rule_set({"unchanged": {"rule": "unchanged_parameter", "for": 1}}, events)
+    row = {**UPDATE, "numel": 100, "nan_count": 0, "inf_count": 0, "mean": 0.0}
+    steps = [Step(rows=[{**row, "l2": size}], loss=loss, lr=0.1) for size, loss in ((0.1, 2.0), (0.1, 1.5), (0.0, 1.5))]
+    feed(rules, steps, with_numbers=True)
+    assert not events  # the training has converged
+
+
 @pytest.mark.parametrize(("layouts", "expected"), [(1, [0]), (3, [0, 1, 2])], ids=["one schedule", "three schedules"])
 def test_most_rules_do_not_read_an_uneventful_step(
     layouts: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
@@ -154,15 +163,22 @@ def test_most_rules_do_not_read_an_uneventful_step(
     assert read == expected
 
 
+def within(numbers: Any, parts: list[Any], kept: list[float] = ()) -> bytes | None:  # type: ignore[assignment]
+    bounds = np.concatenate([np.empty(0), *parts]).tobytes()
+    return numbers_within(numbers, bounds, np.array(kept, np.float64).tobytes(), b"", {}, ())
+
+
 @pytest.mark.parametrize("value", [0.5, float("nan"), 1.0, -0.1, 2.0])
 def test_kernel_compares_numbers_with_bounds_as_numpy_does(value: float) -> None:
     numbers = np.array([[0.0, -1e300], [value, 1.0]])
     low, high = np.array([[0.0, -np.inf], [0.0, 1.0]]), np.array([[0.0, 1.0], [1.0, np.inf]])
-    bounds = np.hstack([[[0.0], [1.0]], low, high])
-    expected = not ((numbers < low) | (numbers > high)).any()
-    assert are_within(numbers, bounds.tobytes(), {}, (), b"") == expected
-    assert are_within(numbers, bounds[:1].tobytes(), {}, (), b"")
-    assert are_within(numbers, bounds[1:].tobytes(), {}, (), b"") == expected
+    first, second = ([[index, 2], low[index], high[index]] for index in (0, 1))
+    expected = numbers.tobytes() if not ((numbers < low) | (numbers > high)).any() else None
+    assert within(numbers, [*first, *second], [0, 1]) == expected
+    assert within(numbers, first) == b""
+    assert within(numbers, second, [0, 1]) == expected
+    is_within = not ((numbers[1] < 0.0) | (numbers[1] > 1.0)).any()
+    assert within(numbers, [*first, [1, 1, 0.0, 1.0]], [1]) == (numbers[1].tobytes() if is_within else None)
 
 
 @pytest.mark.parametrize("make", [dict, MappingProxyType])
@@ -170,10 +186,11 @@ def test_kernel_compares_numbers_with_bounds_as_numpy_does(value: float) -> None
 def test_kernel_compares_metrics_with_limits_as_python_does(make: Any, value: float | None) -> None:
     limits = np.array([[0.0, -np.inf, -np.inf], [1.0, np.inf, 0.0]])
     metrics = make({"lr": value, "loss": 3.0})
-    expected = value is None or 0.0 <= value <= 1.0
-    assert are_within(np.empty(0), b"", metrics, ("lr", "loss", "missing"), limits.tobytes()) == expected
+    expected = b"" if value is None or 0.0 <= value <= 1.0 else None
+    names = ("lr", "loss", "missing")
+    assert numbers_within(np.empty((0, 0)), b"", b"", limits.tobytes(), metrics, names) == expected
 
 
 def test_kernel_refuses_a_metric_that_is_not_a_number() -> None:
     with pytest.raises(TypeError):
-        are_within(np.empty(0), b"", {"loss": "1"}, ("loss",), np.array([0.0, 1.0]).tobytes())
+        numbers_within(np.empty((0, 0)), b"", b"", np.array([0.0, 1.0]).tobytes(), {"loss": "1"}, ("loss",))
