@@ -769,3 +769,43 @@ def similar_sentences(fault: str = "") -> Tensor:
     with torch.no_grad():
         first, second, target = pairs_of(torch.arange(1200, 1400))
         return F.cosine_embedding_loss(model(first), model(second), target, margin=0.2)
+
+
+class Patches(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return F.unfold(images, 2, stride=2).transpose(1, 2)
+
+
+class SpatialGating(nn.Module):
+    def __init__(self, size: int, positions: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.gate_norm = nn.LayerNorm(size), nn.Linear(size, 4 * size), nn.LayerNorm(2 * size)
+        self.mix, self.outer = nn.Conv1d(positions, positions, 1), nn.Linear(2 * size, size)
+        nn.init.normal_(self.mix.weight, std=1e-3)
+        nn.init.ones_(self.mix.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = F.gelu(self.inner(self.norm(x))).chunk(2, dim=-1)
+        return x + self.outer(value * self.mix(self.gate_norm(gate)))
+
+
+@program("general", "Liu et al., Pay attention to MLPs, 2021, for patches of digits")
+def gated_patches(fault: str = "") -> Tensor:  # noqa: ARG001
+    train_data, test_data = normalized_digits()
+    model = nn.Sequential(
+        Patches(), nn.Linear(4, 32),
+        *(SpatialGating(32, 16) for _ in range(3)), nn.LayerNorm(32), nn.Flatten(), nn.Linear(512, 10)
+    )  # fmt: skip
+    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    scheduler = CosineAnnealingLR(optimizer, 250)
+    with attach(model, optimizer) as probe:
+        for _, (data, wanted) in zip(range(250), batches(*train_data.tensors, size=48), strict=False):
+            loss = F.cross_entropy(model(data), wanted, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            probe.end_step(loss=loss)
+    images, classes = test_data.tensors
+    with torch.no_grad():
+        return F.cross_entropy(model(images), classes)
