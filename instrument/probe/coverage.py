@@ -21,26 +21,15 @@ from .recorder import Recorder, count_at_site
 
 
 class FrozenLayers(Container[str]):
-    """The names of the modules whose own parameters are all frozen at the time of a test. A program may freeze them during the run.
+    """The names of the modules whose own parameters are all frozen at the time of a test. A program may freeze them during the run."""
 
-    A parameter is also frozen if its group has the learning rate 0 while another group has not.
-    """
-
-    def __init__(self, plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, plan: HookPlan) -> None:
         self._layers = {layer.name: layer for layer in plan.layers}
-        self._optimizers = optimizers
 
     def __contains__(self, name: object) -> bool:
         layer = self._layers.get(name) if isinstance(name, str) else None
         own = [parameter for _, parameter in layer.own_parameters()] if layer is not None else []
-        trained = {id(parameter) for parameter in own if parameter.requires_grad}
-        return bool(own) and (not trained or trained <= self._resting())
-
-    def _resting(self) -> set[int]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        # Rates that are tensors are not read: they can be on a device.
-        resting = [group for group in groups if isinstance(group.get("lr"), float | int) and group["lr"] == 0]
-        return {id(each) for group in resting for each in group["params"]} if len(resting) < len(groups) else set()
+        return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[str, str]) -> list[Row]:

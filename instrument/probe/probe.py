@@ -116,7 +116,7 @@ class Probe(OwnedByProcess):
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
         read = {name: rule for name, rule in (rules or {}).items() if hooks_read(rule, plan.specs) != []}
-        self.rules = RuleSet(read, self._write_event, FrozenLayers(plan, self.optimizers))
+        self.rules = RuleSet(read, self._write_event, FrozenLayers(plan))
         self.ranks = ranks
         self._rule_rows = RuleRows(self.rules)
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)

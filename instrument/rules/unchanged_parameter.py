@@ -17,13 +17,13 @@ class UnchangedParameterRule(PersistentRule):
     It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are two
     comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
     SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
-    (`requires_grad` is False, or a group of the optimizer whose own rate is 0) do not count either, from the step in which they are
-    frozen. If the run records updates, parameters without an update do not count, such as those of a target network: no optimizer holds
-    them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous recorded
-    step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss of the
-    previous recorded step, below the first loss: an optimizer such as LBFGS has converged. A layer without a gradient between layers with
-    one is only noted, if gradients of outputs are recorded: the program does not use what it computes, as with the pooler of an encoder
-    whose tokens are classified.
+    (`requires_grad` is False) do not count either, from the step in which they are frozen; those in a group of the optimizer whose own
+    rate is 0 do. If the run records updates, parameters without an update do not count, such as those of a target network: no optimizer
+    holds them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous
+    recorded step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss
+    of the previous recorded step, below the first loss: an optimizer such as LBFGS has converged. A layer without a gradient between layers
+    with one is only noted, if gradients of outputs are recorded: the program does not use what it computes, as with the pooler of an
+    encoder whose tokens are classified.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -33,7 +33,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
     saved = ("counts", "previous", "first", "loss")
     what = "unchanged parameter"
     stage = "gradients"
-    advice = "Check that the optimizer holds it, that it is used in the loss, and that its gradient is not zero."
+    advice = "Check that the optimizer holds it with a rate that is not 0, that the loss uses it, and that its gradient is not zero."
     requires = "parameters or updates (kind: step_post) with the statistics mean and l2, such as hooks=parameters"
     statistics = ("mean", "l2")
 

@@ -697,8 +697,8 @@ def test_frozen_parameter_with_momentum_changes_only_with_a_gradient(set_to_none
     assert found == (set() if set_to_none else {"0"})
 
 
-@pytest.mark.parametrize("change", ["frozen", "rate of 0", "left out"])
-def test_layers_that_are_frozen_during_the_run_may_be_unchanged(change: str) -> None:
+@pytest.mark.parametrize("freezes", [False, True])
+def test_layers_that_are_frozen_during_the_run_may_be_unchanged(freezes: bool) -> None:
     model = network()
     optimizer = torch.optim.SGD([{"params": part.parameters()} for part in (model[0], model[2])], lr=0.1)
     with instrument.attach(
@@ -711,19 +711,17 @@ def test_layers_that_are_frozen_during_the_run_may_be_unchanged(change: str) -> 
         rules={"still": {"rule": "unchanged_parameter"}, "zero": {"rule": "all_zero"}},
     ) as probe:
         for step, batch in enumerate(BATCHES):
-            if step == 3 and change == "frozen":
+            if step == 3 and freezes:
                 model[2].requires_grad_(False)
-            elif step == 3 and change == "rate of 0":
-                optimizer.param_groups[1]["lr"] = 0.0
             elif step == 3:
-                del optimizer.param_groups[1]
+                optimizer.param_groups[1]["lr"] = 0.0
             loss = loss_of(model, batch)
             optimizer.zero_grad(set_to_none=False)  # so that a frozen parameter has a gradient of zeros
             loss.backward()
             optimizer.step()
             probe.end_step(loss=loss)
     events = probe.run.events
-    assert events[events.rule == "still"].layer.tolist() == (["2"] if change == "left out" else [])
+    assert events[events.rule == "still"].layer.tolist() == ([] if freezes else ["2"])
     assert "zero" not in {*events.rule}
 
 
