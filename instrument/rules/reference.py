@@ -66,8 +66,9 @@ class ReferenceRule(PersistentRule):
     phase of training, is compared when the phase has ended: it differs less between runs than the loss of one step. NaN and infinities
     are not compared, nor are steps after the last phase in which the runs have values.
 
-    A bias can cross zero, where no factor has a meaning: it is only outside above its range. A parameter that none of the runs has is
-    outside, if they recorded others with the same hook: the model is another one.
+    A bias can cross zero, where no factor has a meaning: it is only outside above its range, unless all values of the healthy runs are
+    within a factor of 1.25, as those of a bias that starts with 1. A parameter that none of the runs has is outside, if they recorded
+    others with the same hook: the model is another one.
 
     An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given,
     or the first input of a step repeats in one of the runs: the others then differ only because of the parameters.
@@ -75,7 +76,7 @@ class ReferenceRule(PersistentRule):
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin. A learning rate that a
-    scheduler of PyTorch changes is only compared as a metric: it depends on the length of the schedule.
+    scheduler of PyTorch changes has a margin of a factor of 1.25: it depends on the length of the schedule.
     """
 
     from_: Annotated[Names, BeforeValidator(_as_text, json_schema_input_type=str | list[str])] = Field(
@@ -115,6 +116,7 @@ NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repe
 OF_GRADIENTS = f"{OTHER_SETTING} of gradients"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
+FLOOR = 1.25  # a smaller factor is not a difference
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
@@ -146,7 +148,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self.statistics = tuple(name for name in names if name not in METRICS)
         low, high = self.reference.limits(self.statistics, spec.margin)
         one_more = [(0, 1), (0, 0), (0, 0)]
-        low[[at for key, at in self.reference.index.items() if key[3] == "param" and "bias" in key[4]]] = -np.inf
+        smallest, largest = self.reference.ranges(self.statistics)
+        is_moving = np.fmax.reduce(largest, axis=2) > FLOOR * np.fmin.reduce(smallest, axis=2)
+        is_bias = np.array([key[3] == "param" and "bias" in key[4] for key in self.reference.index], np.bool_)
+        low[is_moving & is_bias[:, None]] = -np.inf
         self._low = np.pad(low, one_more, constant_values=np.inf)
         self._high = np.pad(high, one_more, constant_values=-np.inf)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
@@ -241,7 +246,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ]
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
-                names = [name for name in others if not name.startswith(left_out) and name not in scheduled]
+                left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
+                names = [name for name in others if not name.startswith(left_out) and name not in left]
                 if names:
                     is_first = GRADIENTS in names and self._is_detached(own, known, rows)
                     names.sort(key=lambda name, is_first=is_first: (name == GRADIENTS) != is_first)  # type: ignore[misc]
@@ -391,3 +397,11 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             raise ConfigError(Problem(f"rules.{self.spec.name}.from", message, list(self.spec.from_), fix=fix))
         super().load_state_dict(state)
         self._has_read = state["has_read"]
+
+
+def _are_near(rate: str | None, usual: str | None) -> bool:
+    """Return whether two learning rates differ by no more than the floor of the margin."""
+    try:
+        return math.isclose(float(rate or "nan"), float(usual or "nan"), rel_tol=1 - 1 / FLOOR)
+    except ValueError:
+        return False

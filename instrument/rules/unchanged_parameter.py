@@ -22,8 +22,8 @@ class UnchangedParameterRule(PersistentRule):
     holds them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous
     recorded step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss
     of the previous recorded step, below the first loss: an optimizer such as LBFGS has converged. A layer without a gradient between layers
-    with one is only noted, if gradients of outputs are recorded: the program does not use what it computes, as with the pooler of an
-    encoder whose tokens are classified.
+    with one is only noted, if gradients of outputs are recorded: the program detaches or does not use what it computes, as with the
+    pooler of an encoder whose tokens are classified.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -101,6 +101,9 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         near = {*layers[max(0, index - 1) : index + 2]} - {location.layer}
         if index and near <= of_outputs and location.layer not in {each.layer for each in gradients}:
             return Firing(
-                "it has no gradient, but the layers next to it do: its output is not used", None, None, location
+                "it has no gradient, but the layers next to it do: its output is not used, or is detached",
+                None,
+                None,
+                location,
             )
         return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, location)

@@ -167,10 +167,10 @@ def test_rule_reads_other_locations_of_no_reference(tmp_path: Path) -> None:
     assert len(fired(entry, stepped([99.0], module_type="Other"))) == 1
 
 
-@pytest.mark.parametrize(("path", "low"), [("weight", 1), ("bias", 0)])
-def test_bias_may_cross_zero(tmp_path: Path, path: str, low: int) -> None:
+@pytest.mark.parametrize(("path", "last", "low"), [("weight", 2.0, 1), ("bias", 2.0, 0), ("bias", 1.1, 1)])
+def test_bias_may_cross_zero_if_it_changes(tmp_path: Path, path: str, last: float, low: int) -> None:
     parameter = {**{name: PARAMETER[name] for name in ("kind", "role")}, "path": path}
-    values = {**{name: [value] * 4 for name, value in parameter.items()}, "rms": [1.0] * 4}
+    values = {**{name: [value] * 4 for name, value in parameter.items()}, "rms": [1.0, 1.0, 1.0, last]}
     entry = {"from": str(write_values(tmp_path / "a", values))}
     assert len(fired(entry, stepped([1e-6] * 4, **parameter))) == low
     assert len(fired(entry, stepped([99.0] * 4, **parameter))) == 1
@@ -554,9 +554,9 @@ def test_other_setting_is_reported_live_and_afterwards(
         assert not any("other setting" in event.message for event in quiet)
 
 
-@pytest.mark.parametrize(("length", "rate", "count"), [(90, 0.1, 0), (100, 0.1001, 1)])
-def test_learning_rate_of_a_schedule_is_no_setting(tmp_path: Path, length: int, rate: float, count: int) -> None:
-    """Its first rate is one: the schedule of PyTorch keeps it."""
+@pytest.mark.parametrize(("length", "rate", "names"), [(90, 0.1, []), (100, 0.1001, ["initial_lr"]), (2, 0.1, ["lr"])])
+def test_learning_rate_of_a_schedule_has_a_margin(tmp_path: Path, length: int, rate: float, names: list[str]) -> None:
+    """Its first rate has none: the schedule of PyTorch keeps it."""
 
     def train_on_schedule(name: str, length: int, rate: float, **options: Any) -> AttachedProbe:
         model = nn.Linear(4, 2)
@@ -577,7 +577,7 @@ def test_learning_rate_of_a_schedule_is_no_setting(tmp_path: Path, length: int, 
     with warnings.catch_warnings(action="ignore"):
         events = train_on_schedule("new", length, rate, rules=rules).events
     found = [message for message in events.message if "other setting" in message]
-    assert [message.partition("optimizer.")[2].partition(" ")[0] for message in found] == ["initial_lr"] * count
+    assert [message.partition("optimizer.")[2].partition(" ")[0] for message in found] == names
 
 
 class _Branches(nn.Module):
