@@ -38,6 +38,7 @@ from .compiled_operators import (
 from .module_calls import Call, Calls
 
 # Reasons for graph breaks. The hooks then run outside of the graph.
+MAX_CALLS = 1024  # of a micro-step that a backward pass may repeat
 WRITES_TO_INPUT = "the module may write to its arguments, which hooks of instrument would replace"
 UNKNOWN_CONTAINER = (
     "the output is a dataclass that torch.utils._pytree does not know: register it with register_dataclass"
@@ -186,6 +187,8 @@ class GraphHooks:
             self._traced.clear()
         if not call.is_recomputed:
             self._traced[traced] = call.index
+            if len(self._traced) > MAX_CALLS:  # as in a loop under no_grad without steps
+                del self._traced[next(iter(self._traced))]
         elif call.origin == UNKNOWN_CALL:
             call.index = call.origin = self._traced.get(traced, UNKNOWN_CALL)
         self._count_opportunities(self._places.pre, call)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument import ConfigError
+from instrument.hooks import compiled_hooks
 
 VALUES = {"inputs": keep("forward_pre", "**"), "outputs": keep("forward", "**")}
 GRADIENTS = {f"grad_{role}": keep("full_backward", "**", role=f"grad_{role}") for role in ("output", "input")}
@@ -311,6 +312,20 @@ def test_blocks_that_reentrant_checkpointing_recomputes_have_known_calls() -> No
     assert rows[called].keys() == rows[model].keys()
     assert_equal((rows[called][key] for key in rows[model]), rows[model].values())
     assert_equal((p.grad for p in called.parameters()), (p.grad for p in model.parameters()))
+
+
+def groups() -> list[compiled_hooks.GraphHooks]:
+    return [each for each in gc.get_objects() if type(each) is compiled_hooks.GraphHooks]
+
+
+def test_calls_without_steps_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_hooks, "MAX_CALLS", 3)
+    model = compiled(make("small"))
+    earlier = {*groups()}
+    with instrument.attach(model, GRADIENTS), torch.no_grad():
+        for _ in range(9):
+            model(batches()[0])
+        assert {len(each._traced) for each in {*groups()} - earlier} == {3}
 
 
 def test_interventions_in_unknown_calls_are_refused() -> None:
