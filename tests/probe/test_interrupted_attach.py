@@ -65,6 +65,14 @@ class InterruptAtLine:
         is_expression = frame.f_code.co_name == "<genexpr>"  # Python ignores exceptions while it closes one
         if is_expression or (file.name != "contextlib.py" and "instrument" not in file.parts):
             return None
+        if (
+            file.name == "contextlib.py"
+            and frame.f_back is not None
+            and "torch" in Path(frame.f_back.f_code.co_filename).parts
+        ):
+            return (
+                None  # a block of PyTorch that an interrupt leaves half-way: Python ends it when it frees the generator
+            )
         if isinstance(sys.exc_info()[1], StopIteration):  # Python 3.11 would handle it forever after such an interrupt
             return self
         self.remaining -= event == self.event and (not self.files or file.name in self.files)
