@@ -16,6 +16,7 @@ from ..stats.flatten import is_on_host
 from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
 from ..tables.kinds import KINDS
+from ..values.dtensor import is_sharded
 from ..values.sparse import coalesce, is_sparse, replace_values
 from .base import Action, Archive, Context, Effect, Number, Rows
 
@@ -140,6 +141,10 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
     """
     if not isinstance(new, Tensor):
         raise HookResultError(f"{describe(context)} must return a tensor, but returned {type(new).__name__}")
+    if is_sharded(new):  # `old` is never a DTensor
+        raise HookResultError(
+            f"{describe(context)} must return a plain tensor, but returned a DTensor: call its full_tensor()"
+        )
     if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
         what = next(what for what in ("shape", "dtype", "device") if getattr(old, what) != getattr(new, what))
         was, is_now = (list(each.shape) if what == "shape" else getattr(each, what) for each in (old, new))

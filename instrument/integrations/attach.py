@@ -272,8 +272,10 @@ def _ranks(
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         parallel = "ddp"
     elif mesh is not None or any(map(is_sharded, model.parameters())):
+        from torch.distributed.fsdp import FSDPModule
+
         parallel = "fsdp2"
-        problems += shard_problems(hooks)
+        problems += shard_problems(hooks, by_fsdp2=any(isinstance(module, FSDPModule) for module in model.modules()))
     raise_problems(problems)
     return Ranks(parallel, reduces=reduce == "global", mesh=mesh, placement=placement)
 

@@ -269,10 +269,10 @@ def test_later_tensor_without_the_selection_is_reported(
 
 def test_record_of_selected_rows_of_a_shard_is_refused() -> None:
     fields = {"layers": "**", "kind": "parameter_grad", "units": [3]}
-    (problem,) = shard_problems(parse_hooks({"h": {**fields, "action": "record"}}))
+    (problem,) = shard_problems(parse_hooks({"h": {**fields, "action": "record"}}), by_fsdp2=False)
     assert problem.where == "hooks.h.units"
     assert "indices differ from those of the full tensor" in problem.message
-    assert shard_problems(parse_hooks({"h": {**fields, "action": "clip", "norm": 1.0}})) == []
+    assert shard_problems(parse_hooks({"h": {**fields, "action": "clip", "norm": 1.0}}), by_fsdp2=False) == []
 
 
 def test_sparse_gradient_with_a_selection_is_refused() -> None:

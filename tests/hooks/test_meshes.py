@@ -13,10 +13,10 @@ import torch.distributed as dist
 from distributed_runs import matched
 from mesh_processes import CHANGES, COUNTED, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
 from rank_results import results_of
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -226,6 +226,30 @@ def test_dimensions_have_the_order_of_the_mesh(six_processes: DeviceMesh, sizes:
         model(torch.randn(6, 8))
         probe.end_step()
     assert probe.stats[["mesh", "placement"]].values.tolist() == [["dp,tp", "shard(0),shard(1)"]]
+
+
+def test_gradients_of_micro_batches_are_recorded_on_shards(six_processes: DeviceMesh) -> None:
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 12)), six_processes["tp"], {"0": ColwiseParallel()})
+    hook = {"layers": "0", "kind": "parameter_grad_micro", "action": "record"}
+    with instrument.attach(model, {"micro": hook}) as probe:
+        model(torch.ones(5, 8)).sum().backward()
+        probe.end_step()
+    rows = probe.stats.set_index("path")
+    assert rows["placement"].to_dict() == dict.fromkeys(["weight", "bias"], "partial,shard(0)")
+    assert rows["l2"].to_dict() == pytest.approx({"weight": 5 * (6 * 8) ** 0.5, "bias": 5 * 6**0.5})
+
+
+def test_dtensor_for_a_plain_tensor_is_refused(six_processes: DeviceMesh) -> None:
+    def distribute(tensor: Tensor, context: instrument.Context) -> Tensor:
+        return DTensor.from_local(2 * tensor, six_processes, [Replicate(), Replicate()])
+
+    hook = {"layers": ".", "kind": "forward", "action": "modify", "fn": distribute}
+    model = nn.Identity()
+    with (
+        instrument.attach(model, {"mine": hook}),
+        pytest.raises(instrument.errors.HookResultError, match="returned a DTensor"),
+    ):
+        model(torch.ones(3))
 
 
 def test_declared_dimension_that_does_not_exist_is_reported(programs: Programs) -> None:

@@ -511,7 +511,7 @@ def hook(**fields: Any) -> dict[str, Any]:
         (
             FullySharded,
             hook(kind="loss", action="modify", fn="l2", coefficient=0.1),
-            r"hooks.h.kind: a penalty on the loss has no effect on[\s\S]*parameter_grad",
+            r"hooks.h.kind: a penalty on the loss does not support[\s\S]*parameter_grad",
         ),
         (FullySharded, {"train": {"steps": 1, "precision": "fp16"}}, "train.precision: the gradient scaler of fp16"),
     ],
@@ -521,6 +521,22 @@ def test_unsupported_options_of_a_strategy_are_refused(
 ) -> None:
     (problem,) = strategy.config_problems(config(**changes))
     assert re.search(expected, str(problem))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"mesh": {"tp": 2}, "plan": {"layers.0": "colwise"}},
+        {"mesh": {"dp": 2}, "experts": {"layers.0": {"_target_": "own.ExpertParallel"}}},
+        {"mesh": {"pp": 2}, "pipeline": {"split": ["layers.1"]}},
+    ],
+    ids=["plan", "experts", "pipeline"],
+)
+def test_penalty_on_the_loss_of_divided_layers_is_refused(parallel: dict[str, Any]) -> None:
+    penalty = hook(kind="loss", action="modify", fn="l1", coefficient=0.1)
+    train = {"steps": 1, "accumulate": 2, "parallel": parallel}
+    (problem,) = DataParallel.config_problems(config(train=train, **penalty))
+    assert str(problem).startswith("hooks.h.kind: a penalty on the loss does not support")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

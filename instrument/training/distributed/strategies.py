@@ -168,6 +168,9 @@ class DataParallel(Strategy):
     @classmethod
     def config_problems(cls, config: RunConfig) -> list[Problem]:
         problems = reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
+        parallel = config.train.parallel
+        if cls.name == "ddp" and parallel is not None and (parallel.plan or parallel.experts or parallel.pipeline):
+            problems += penalty_problems(config.hooks)
         return problems + pipeline_problems(config)
 
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
@@ -279,7 +282,7 @@ class FullySharded(DataParallel):
         if config.train.precision == "fp16":
             message = "the gradient scaler of fp16 does not support sharded parameters"
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
-        return problems + shard_problems(config.hooks)
+        return problems + shard_problems(config.hooks, by_fsdp2=True)
 
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -374,11 +377,11 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
-    """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards."""
-    problems = []
+def shard_problems(hooks: Mapping[str, HookSpec], *, by_fsdp2: bool) -> list[Problem]:
+    """Report hooks that never fire, have no effect, or select other elements, on sharded parameters."""
+    problems = penalty_problems(hooks)
     for name, spec in hooks.items():
-        if spec.kind == "parameter_grad_micro":
+        if by_fsdp2 and spec.kind == "parameter_grad_micro":
             message = "Tensor.register_hook never fires on parameters sharded by fsdp2"
             allowed = ("post_accumulate_grad", "parameter_grad")
             problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, allowed))
@@ -389,10 +392,17 @@ def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
                 for field in spec.selection
                 if field != "slice"
             ]
-        if spec.uses_parameters and spec.kind == "loss":
-            message = "a penalty on the loss has no effect on parameters sharded by fsdp2"
-            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, "parameter_grad"))
     return problems
+
+
+def penalty_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
+    """Report penalties on the loss. A process adds only those of its own parameters, and FSDP2 ignores their gradients."""
+    message = "a penalty on the loss does not support parameters that the processes divide"
+    return [
+        Problem(f"hooks.{name}.kind", message, spec.kind, "parameter_grad")
+        for name, spec in hooks.items()
+        if spec.uses_parameters and spec.kind == "loss"
+    ]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
