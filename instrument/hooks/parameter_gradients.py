@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
 from ..actions.context_sums import MicroGradients
-from ..tables.reasons import CLEARED
+from ..tables.reasons import CLEARED, SWAPPED
 from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
@@ -29,7 +29,7 @@ class GradientHooks(HookGroup):
     For parameter_grad sites with the statistic `gradient_noise`, it measures the gradients of micro-batches.
     The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
     on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`) or swapped with another
-    one (`torch.utils.swap_tensors`). `is_lost` detects this, and `attach` registers them on the new one.
+    one (`torch.utils.swap_tensors`). `is_lost` detects this, and `attach` registers them on a new parameter.
     """
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
@@ -45,6 +45,7 @@ class GradientHooks(HookGroup):
         self.site = attached_hooks[0]
         self.passes = {kind: CallIndices() for kind in ("micro", "accumulated")}
         self.parameter: Parameter | None = None
+        self.is_swapped = False  # whether PyTorch calls no more hooks on it
         self._content = 0  # of the parameter: the address of what `torch.utils.swap_tensors` exchanges
 
     def is_lost(self) -> bool:
@@ -60,11 +61,13 @@ class GradientHooks(HookGroup):
             return
         self.detach()
         parameter = self.site.current_parameter()
-        if parameter is not None and parameter is self.parameter:
-            # It was swapped, and would never call hooks that are added to these dictionaries.
-            parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self.is_swapped = parameter is not None and parameter is self.parameter
         self.parameter, self._content = parameter, 0 if parameter is None else parameter._cdata
-        if parameter is not None and _can_train(parameter):
+        if self.is_swapped:
+            # PyTorch would not call further hooks, unless all hooks of its new content are removed, also those of the program.
+            for attached in self.attached_hooks:
+                attached.default_reason = SWAPPED
+        elif parameter is not None and _can_train(parameter):
             with _requiring_grad(parameter):
                 if self.micro or self.measured:
                     self.handles.append(parameter.register_hook(self.on_gradient))

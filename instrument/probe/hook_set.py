@@ -25,7 +25,7 @@ from ..hooks.site_grouping import group_sites
 from ..plan.hook_plan import HookPlan
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.lazy_compiler import excluded_method, has_compiled
-from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP
+from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP, SWAPPED
 from ..tables.sink_interface import EventWriter
 from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
 from .optimizer_step_watch import StepWatch, WrapperWatch, runs_hooks_twice
@@ -198,6 +198,8 @@ class HookSet:
             if was_found and group.parameter is not None:
                 site = group.site.site
                 message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
+                if group.is_swapped:
+                    message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {SWAPPED}"
                 self.event("replaced", message, layer=site.layer.name, severity="info")
 
 
@@ -233,7 +235,7 @@ class ModuleWatch(HookGroup):
                 watched.add(parent)
                 slots += found
         self._parents, self._keys, self._children = [*zip(*slots, strict=True)] or [()] * 3
-        self._gone: list[nn.Module] = []
+        self._has_gone = False
 
     def attach(self) -> None:
         if self._children and any(attached.frequency == "step" for attached in self.attached_hooks):
@@ -247,9 +249,9 @@ class ModuleWatch(HookGroup):
     def check(self) -> None:
         found = map(dict.get, self._parents, self._keys)
         gone = [*compress(self._children, map(is_not, found, self._children))]  # in each step: without a loop in Python
-        if gone == self._gone:
+        if not (gone or self._has_gone):
             return
-        self._gone = gone
+        self._has_gone = bool(gone)
         present = {*self.model.modules()}
         removed = {part for module in gone for part in module.modules()} - present
         for attached in self.attached_hooks:

@@ -126,8 +126,8 @@ class ScheduledHooks:
 
     @property
     def _awaits_backward(self) -> bool:
-        """Whether hooks on gradients are scheduled, and none fired in the current micro-step."""
-        firings = [each.firings for each in self._counted if each.site.spec.definition.gradient]
+        """Whether hooks on gradients can fire after a call in the current micro-step, and none did."""
+        firings = [each.firings for each in self._counted if each.site.spec.definition.gradient and each.opportunities]
         return bool(firings) and not any(firings)
 
     def end_micro_step(self) -> None:

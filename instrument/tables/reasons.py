@@ -20,6 +20,7 @@ AT_OTHER_STEPS = "the module was not called at steps at which the hook was sched
 RAISED = "the module was called, but its forward pass raised an exception, which was caught"
 REPLACED = "the module was replaced during the run; the new module has no hooks"
 REMOVED = "the parameter was removed from its module during the run (set to None)"
+SWAPPED = "its parameter was changed by torch.utils.swap_tensors, and PyTorch calls no more hooks on it; attach hooks afterwards"
 _NO_PROJECTION_CALL = "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally"
 PROJECTION = f"{_NO_PROJECTION_CALL}; hook the attention module or the parameters"
 PROJECTION_OF_MATCHED_ATTENTION = f"{_NO_PROJECTION_CALL}; the hook matches the attention module, too"

@@ -714,3 +714,15 @@ def test_evaluation_before_the_backward_pass_leaves_its_micro_step_open(model: n
     }
     assert {tuple(places) for places in steps.values()} == {((0, 0), (0, 1), (1, 0), (1, 1))}
     assert [row["cause"] for row in probe.coverage()] == [""] * 5
+
+
+def test_evaluation_after_a_backward_pass_ends_the_micro_step_also_if_no_gradient_is_expected(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    hooks = {kind: {**RECORD, "kind": kind} for kind in ("forward", "full_backward")}
+    with instrument.attach(model, hooks) as probe:
+        for _ in range(2):
+            model(X)
+            with probe.evaluating():
+                model(X)
+        probe.end_step()
+    assert [row["micro_step"] for row in probe.sink.records("stats") if row["phase"] == "train"] == [0, 1]

@@ -157,6 +157,20 @@ def test_parameter_rows_end_with_their_module(replaced: str) -> None:
     assert {row["cause"] for row in probe.coverage() if row["fired"] == 2} == {REPLACED}
 
 
+def test_parameter_rows_end_with_the_wrapper_of_their_module() -> None:
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"seen": record("step_post", "0", params="weight")}
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+        for step in range(3):
+            if step > 0:
+                model[0] = nn.Sequential(model[0]) if step == 1 else copy.deepcopy(model[0])
+            model(batch).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    assert [row["step"] for row in probe.sink.records("stats")] == [0, 1]
+
+
 def test_added_parameters_without_hooks_are_reported() -> None:
     model, batch = make()
     hooks = {
@@ -215,16 +229,22 @@ def test_replaced_parameter_is_hooked_again() -> None:
     assert not model._load_state_dict_post_hooks
 
 
-def test_swapped_parameter_is_hooked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch ignores hooks that are registered on a swapped parameter that had hooks."""
+def test_swapped_parameter_keeps_only_its_other_hooks() -> None:
     model, batch = make()
     hooks = {kind: record(kind, "0", params="weight") for kind in ("parameter_grad_micro", "post_accumulate_grad")}
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    calls = []
     with instrument.attach(model, hooks) as probe:
         for step in range(3):
-            model(batch.to(model[0].weight.dtype)).square().mean().backward()
-            if step == 0:
-                model.zero_grad()
-                model.to(torch.float64)
+            if step == 1:
+                other = nn.Parameter(torch.ones_like(model[0].weight))
+                other.register_hook(lambda _: calls.append("micro"))
+                other.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+                torch.utils.swap_tensors(model[0].weight, other)
+            model(batch).square().mean().backward()
             probe.end_step()
-    assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(3, 3)] * 2
+    assert calls == ["micro", "accumulated"] * 2
+    assert [row["fired"] for row in probe.coverage()] == [1, 1]
+    assert all("swap_tensors" in row["cause"] for row in probe.coverage())
+    assert any(
+        "swap_tensors" in event["message"] for event in probe.sink.records("events") if event["rule"] == "replaced"
+    )
