@@ -18,7 +18,7 @@ from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group import HookGroup, InertWhenCopied
 from ..rules.step_rows import RelationRow
-from ..runtime.lazy_compiler import has_compiled, run_outside_of_graphs
+from ..runtime.lazy_compiler import run_outside_of_graphs
 from .exchange import has_processes
 from .observations import (
     BATCHES,
@@ -64,8 +64,7 @@ class RelationSet(InertWhenCopied):
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
         self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
-        # The hooks of the checked steps; those of optimizers may remain.
-        self._observed, self._at_steps = HookGroup((), clock), HookGroup((), clock)
+        self._observed = HookGroup((), clock)  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
         self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
 
@@ -82,6 +81,10 @@ class RelationSet(InertWhenCopied):
         # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
         if not isinstance(training.model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        # These stay: a step may end in a hook of the optimizer, while PyTorch iterates over its hooks.
+        for optimizer in training.optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self.handles.append(optimizer.register_step_post_hook(self._after_step))
         if "batches" in sources:
             BATCHES.add(self._on_batch)
         for relation in self._relations.values():
@@ -99,14 +102,9 @@ class RelationSet(InertWhenCopied):
         self._rests = not (is_checked or has_processes())  # processes may make local steps
         if not is_checked:
             self._end_observation()
-            if self._rests and not has_compiled():  # graphs depend on them
-                self._at_steps.detach()
             return
         training.end_step()
         LOSSES.add(self._on_loss)
-        for optimizer in () if self._at_steps.handles else training.optimizers:
-            self._at_steps.handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._at_steps.handles.append(optimizer.register_step_post_hook(self._after_step))
         for optimizer in training.optimizers:
             gradients = [AccumulatedGradient(each, self.clock) for each in smallest_parameters(optimizer)]
             training.gradients[optimizer] = gradients
@@ -224,7 +222,6 @@ class RelationSet(InertWhenCopied):
         for relation in self._relations.values():
             relation.detach()
         self._end_observation()
-        self._at_steps.detach()
         BATCHES.remove(self._on_batch)
         self.training.batches.clear()
         self.training.end_step()

@@ -99,7 +99,9 @@ class _SignalSafeBlock(AbstractContextManager[Yielded]):
         self._block = block
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not available before the block begins: use `with ... as`")
+        raise AttributeError(
+            f"{name} is not available here: use the object after `with ... as`, or what __enter__ returns"
+        )
 
     def __enter__(self) -> Yielded:
         if not hasattr(self._block, "args"):  # contextlib deletes them when the block begins

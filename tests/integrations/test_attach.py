@@ -189,7 +189,7 @@ def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, s
 
 def test_attach_without_a_block_says_what_to_write(loop: Loop) -> None:
     probe = instrument.attach(loop.model, {})
-    message = r"end_step is not available before the block begins: use `with \.\.\. as`"
+    message = r"end_step is not available here: use the object after `with \.\.\. as`, or what __enter__ returns"
     with pytest.raises(AttributeError, match=message):
         probe.end_step()  # type: ignore[attr-defined]
 

@@ -54,3 +54,17 @@ def test_called_end_step_gives_no_warning(steps: int) -> None:
         warnings.simplefilter("error")
         probe = forward_steps(nn.Linear(2, 2), HOOKS, torch.zeros(steps, 1, 2))
     assert not probe.sink.records("events")
+
+
+def test_step_may_end_in_a_hook_of_the_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"seen": {"layers": ".", "kind": "parameter_grad", "action": "record", "every": 10}}
+    with instrument.attach(model, hooks, optimizer=optimizer, rules="default") as probe:
+        ends = optimizer.register_step_post_hook(lambda *_: probe.end_step())
+        for _ in range(40):  # relations are not checked in all of them
+            optimizer.zero_grad()
+            model(torch.rand(1, 2)).sum().backward()
+            optimizer.step()
+        ends.remove()
+    assert set(probe.run.stats.step) == {0, 10, 20, 30}

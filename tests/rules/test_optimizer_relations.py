@@ -19,7 +19,6 @@ from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
-from instrument.relations import relation_set
 from instrument.relations.accumulation_divides import MAX_LOSSES, AccumulationDivides
 from instrument.relations.rate_in_effect import RateInEffect
 
@@ -941,24 +940,6 @@ def test_losses_and_gradients_are_observed_in_checked_steps_only() -> None:
             probe.end_step()
     assert observed == [0, 1, 2, 3, 4, 8, 9, 16, 17]
     assert torch._C._nn.cross_entropy_loss is function
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_optimizers_have_hooks_between_checked_steps_only_if_code_is_compiled(
-    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relation_set, "has_compiled", lambda: is_compiled)
-    model, hooks = network(), []
-    with attached(model, optimizer := sgd(model)) as probe:
-        for _ in range(10):
-            hooks.append(len(optimizer._optimizer_step_post_hooks))
-            loss_of(model, BATCHES[0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            probe.end_step()
-    assert hooks == [1] * 5 + [int(is_compiled)] * 3 + [1] * 2
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.slow
