@@ -208,8 +208,9 @@ class _Gradient(torch.autograd.Function):
         ctx.save_for_backward(call, token, value if any(stage.needs_owner for stage in stages) else None)
         ctx.stages, ctx.path = stages, path
         # The compiler removes the view and the copy. Other code may modify the memory of a shared value, which therefore stays
-        # the same. PyTorch refuses to modify such a view in place: the compilation then fails.
-        return value.view_as(value) if is_shared else value.clone()
+        # the same. PyTorch refuses to modify such a view in place: the compilation then fails. Two results of the graph that share
+        # memory would lose this function, since the compiler makes the views again outside of the graph; not those of `unbind`.
+        return value.unsqueeze(0).unbind()[0] if is_shared else value.clone()
 
     @staticmethod
     @once_differentiable

@@ -297,6 +297,27 @@ def test_recomputed_calls_in_a_graph_are_the_original_ones(change: str) -> None:
     assert sorted(rows[KEY].itertuples(index=False)) == sorted(expected[KEY].itertuples(index=False))
 
 
+@pytest.mark.parametrize("change", ["gradient", "input_gradient"])
+def test_hooks_act_on_gradients_of_results_of_a_graph_that_share_memory(change: str) -> None:
+    def block(layer: nn.Module, flat: nn.Module, same: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = layer(x)
+        return hidden, flat(hidden), same(hidden)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        parts = {"layer": nn.Linear(WIDTH, WIDTH), "flat": nn.Flatten(0), "same": nn.Identity()}
+        return Calls(lambda block, x: torch.cat([each.flatten() for each in block(x)]), block=Calls(block, **parts))
+
+    one, plain = model(), model()
+    specs = GRADIENTS | {change: {**CHANGES[change], "layers": ["block.flat", "block.same"]}}
+    eager = train(plain, plain, specs)
+    one.get_submodule("block").compile(backend="aot_eager", fullgraph=True)
+    probe = train(one, one, specs)
+    assert_close(one.parameters(), plain.parameters(), rtol=1e-6, atol=1e-7)
+    assert probe.coverage() == eager.coverage()
+    assert len(probe.effects) == len(eager.effects) == 2 * STEPS
+
+
 def test_blocks_that_reentrant_checkpointing_recomputes_have_known_calls() -> None:
     torch.manual_seed(0)
     model = Calls(lambda block, x: checkpoint(block, x, use_reentrant=True), block=layers())
