@@ -275,10 +275,8 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | Non
     if weights is not None and not weights.is_of_run:
         weights.load(model)
     apply_specs(config.apply, model)
-    if weights is not None:
-        if weights.is_of_run:
-            weights.load(model)
-        weights.compare(model)
+    if weights is not None and weights.is_of_run:
+        weights.load(model)
     if config.mode == "train" and not any(parameter.requires_grad for parameter in model.parameters()):
         message = "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them"
         fix = "to run it without training, set mode=forward"

@@ -326,8 +326,8 @@ class _Training:
                 probe.event("data", experiment.data.overlap)
             if self.state is None and (notice := experiment.output_notice) is not None:
                 probe.event("output", notice.message, severity=notice.severity)
-            if experiment.weights is not None and (changes := experiment.weights.changes):
-                probe.event("init_from", changes)
+            if experiment.weights is not None and (ignored := experiment.weights.ignored):
+                probe.event("init_from", ignored)
             loop = train if experiment.config.mode == "train" else run_forward
             metrics = loop(experiment, probe, show, self._end_step, last)
         return metrics, self.sink.failure
