@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -234,53 +235,45 @@ def _why_unselected(spec: HookSpec, layer: Layer, unhooked: Mapping[int, Iterabl
 
 @dataclass
 class _Node:
-    """A module with its children, and a signature that is equal for identical blocks."""
+    """A module in the tree: its line without its name, the functions that it calls, and its children."""
 
     layer: Layer
-    hooks: list[list[str]]
-    shapes: str
-    sites: tuple[tuple[str, str], ...]
+    line: Text
     functions: list[Text]
+    is_hooked: bool
     children: list[_Node] = field(default_factory=list)
-    size: int = 1
-    signature: tuple[object, ...] = ()
 
     @property
     def own_name(self) -> str:
         return self.layer.name.rpartition(".")[2] or "."
 
     @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.layer.counted_parameters())
+    def label(self) -> Text:
+        return Text.assemble((self.own_name, "" if self.is_hooked else "dim"), self.line)
 
-    def compute_signature(self) -> None:
-        for node in self.children:
-            node.compute_signature()
-        self.size = 1 + len(self.functions) + sum(node.size for node in self.children)
-        child_signatures = tuple((node.own_name, node.signature) for node in self.children)
-        self.signature = (
-            *(self.layer.type, self.parameters, self.layer.aliases),
-            *(self.shapes, self.sites, tuple(text.plain for text in self.functions), child_signatures),
-        )
+    @cached_property
+    def content(self) -> tuple[object, ...]:
+        """What is shown of it except its name. It is equal for identical blocks."""
+        children = tuple((node.own_name, node.content) for node in self.children)
+        return self.line.plain, tuple(text.plain for text in self.functions), children
+
+    @cached_property
+    def size(self) -> int:
+        return 1 + len(self.functions) + sum(node.size for node in self.children)
 
 
 def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, str]) -> Tree:
     """Build a tree of all modules: types, numbers of parameters, shapes of outputs, and specs in execution order."""
     nodes: dict[str, _Node] = {}
     for layer in plan.layers:
-        sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
-        sites_of_functions = [site for site in plan.at(layer) if site.spec.definition.of_functions]
-        functions = list(_functions(sites_of_functions, inferred, colours))
-        outputs = [info for call in calls_of(layer.module, "output", inferred) for info in call]
-        shapes = shorten([*dict.fromkeys(str(list(info.shape)) for info in outputs)], 3)
-        node = nodes[layer.name] = _Node(layer, execution_order(plan, layer), shapes, sites, functions)
+        sites = plan.at(layer)
+        functions = list(_functions([site for site in sites if site.spec.definition.of_functions], inferred, colours))
+        node = nodes[layer.name] = _Node(layer, _line(plan, layer, inferred, colours), functions, bool(sites))
         if layer.name:
             parent = layer.name.rpartition(".")[0]
             nodes[parent if parent in nodes else ""].children.append(node)
-    root = nodes[""]
-    root.compute_signature()
-    tree = Tree(_label(root, colours))
-    _add_children(tree, root, colours)
+    tree = Tree(nodes[""].label)
+    _add_children(tree, nodes[""])
     return tree
 
 
@@ -317,11 +310,11 @@ def _describe(function: FunctionInfo) -> str:
     return f"{function.path} {shorten([*shapes], 3)}"
 
 
-def _add_children(tree: Tree, node: _Node, colours: Mapping[str, str]) -> None:
+def _add_children(tree: Tree, node: _Node) -> None:
     for line in node.functions:
         tree.add(line)
     for first, others in _group_identical(node.children):
-        _add_children(tree.add(_label(first, colours)), first, colours)
+        _add_children(tree.add(first.label), first)
         if others:
             names = f"{others[0].own_name} ... {others[-1].own_name}" if len(others) > 1 else others[0].own_name
             tree.add(Text.assemble(names, (f" {first.layer.type}  like {first.own_name}", "dim")))
@@ -329,7 +322,7 @@ def _add_children(tree: Tree, node: _Node, colours: Mapping[str, str]) -> None:
 
 def _group_identical(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, list[_Node]]]:
     """Group adjacent identical nodes if that saves enough lines. Yield the first of each group and the others."""
-    for _, group in groupby(nodes, key=lambda node: node.signature):
+    for _, group in groupby(nodes, key=lambda node: node.content):
         first, *others = group
         if sum(node.size for node in others) - 1 >= MIN_LINES_SAVED:
             yield first, others
@@ -347,17 +340,18 @@ def execution_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
     return list(places.values())
 
 
-def _label(node: _Node, colours: Mapping[str, str]) -> Text:
-    layer = node.layer
-    label = Text.assemble((node.own_name, "" if node.hooks else "dim"), " ", (layer.type, "dim"))
-    if node.parameters:
-        label.append(f"  {node.parameters:,} parameters", "dim")
-    if node.shapes:
-        label.append(f"  {node.shapes}", "dim")
-    if layer.aliases:
-        label.append(f"  also {', '.join(layer.aliases)}", "dim")
-    for i, names in enumerate(node.hooks):
+def _line(plan: HookPlan, layer: Layer, inferred: InferredCalls, colours: Mapping[str, str]) -> Text:
+    count = sum(parameter.numel() for parameter in layer.counted_parameters())
+    outputs = [info for call in calls_of(layer.module, "output", inferred) for info in call]
+    shapes = shorten([*dict.fromkeys(str(list(info.shape)) for info in outputs)], 3)
+    facts = [
+        f"{count:,} parameters" if count else "",
+        shapes,
+        f"also {', '.join(layer.aliases)}" if layer.aliases else "",
+    ]
+    line = Text.assemble(" ", ("  ".join([layer.type, *filter(None, facts)]), "dim"))
+    for i, names in enumerate(execution_order(plan, layer)):
         for j, hook in enumerate(names):
-            label.append(" → " if j else ", " if i else "  ")
-            label.append(hook, colours[hook])
-    return label
+            line.append(" → " if j else ", " if i else "  ")
+            line.append(hook, colours[hook])
+    return line

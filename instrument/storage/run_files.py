@@ -228,7 +228,7 @@ class RunFiles:
         self.check_footers(table.name)
         files, journals = self.table_files(table.name)
         wanted, names = _with_keys(table, columns), [arrow_name(file) for file in files]
-        try:  # columns that a file lacks are null
+        try:  # several files at once; columns that a file lacks are null
             parts = ds.dataset(names, schema=table.schema, format="parquet", filesystem=self._arrow)
             read = [parts.to_table(columns=wanted, filter=condition)]
         except FileNotFoundError:  # it was merged; see `retry_if_merged`

@@ -84,20 +84,16 @@ class HuggingFace(HasLoss):
             raise ValueError(
                 f"the model returned no loss ({fields}), and the {missing}; the batch is {structure(batch)}"
             )
-        if self.loss is not None:
-            if labels.dim() > 1 and labels.shape == logits.shape[:-1]:
-                logits, labels = logits.flatten(0, -2), labels.flatten()
-            loss: Tensor = self.loss(logits, labels)
-            return loss
-        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        matches = labels.shape == logits.shape[:-1]
+        if self.loss is None and (labels.is_floating_point() or not matches):
             raise ValueError(
                 f"the cross entropy requires integer labels for each position of the logits, but labels are {structure(labels)} "
                 f"and logits {structure(logits)}; set the argument loss of the task"
             )
-        count = (labels != IGNORED).sum().clamp(min=1)  # If all labels are ignored, the loss is 0.
-        classes = logits.shape[-1]
-        total = F.cross_entropy(logits.reshape(-1, classes), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / count
+        if labels.dim() > 1 and matches:
+            logits, labels = logits.flatten(0, -2), labels.flatten()
+        loss: Tensor = (_DEFAULT_LOSS if self.loss is None else self.loss)(logits, labels)
+        return loss
 
     def number_of_terms(self, batch: Any) -> float:
         """Return the number of labels that are not ignored, or the sum of their class weights.

@@ -36,6 +36,7 @@ from ..storage.run_record import CHECKPOINTS, WEIGHTS, checkpoint_steps
 from ..values.dtensor import full_tensor, join_shards, own_rank, pack_shards, unpack_shards
 from .distributed.torchrun import synced_errors
 from .experiment import Experiment
+from .loop import Metrics
 
 if TYPE_CHECKING:
     from .distributed.process_group import Processes
@@ -52,9 +53,7 @@ class Checkpoints:
     processes: Processes | None = None
     keep: int | None = 1  # the number of checkpoints that are kept, the latest ones; None keeps all
 
-    def save(
-        self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
-    ) -> None:
+    def save(self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Metrics) -> None:
         """Save the state after a step; all processes call this. Raise an InstrumentError if it cannot be written and read back."""
         with deferred_signals():
             with probe.saving_checkpoint():

@@ -20,13 +20,14 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.globs import matches
 from ..formatting import shorten
-from ..plan.cost import Length, firings_of
+from ..plan.cost import firings_of
 from ..plan.hook_plan import HookPlan
 from ..plan.shape_inference import InferredCalls, calls_at, without_side_effects
 from ..tasks import CountsTerms, KLDivergence, NextToken, Task, WassersteinGAN
 from ..tasks.base import batch_weight, is_pytorch_loss, is_sum, weighted
 from ..values.nested import to_device
-from .loader import BatchShard, LoaderOptions, PhaseBatches, first_batch
+from .hook_trials import HookTrials
+from .loader import LoaderOptions, PhaseBatches, first_batch
 
 Locations = Mapping[Place, tuple[int, ...]]
 """The shapes that tensors have in the first batch, by their location in the model."""
@@ -39,21 +40,16 @@ _FIX = (
 )
 
 
-def recording_problems(
-    plan: HookPlan,
-    archive: RunArchive,
-    phases: Mapping[str, PhaseBatches],
-    inferred_by_phase: Mapping[str, InferredCalls],
-    length: Length,
-) -> dict[str, Problem]:
+def recording_problems(trials: HookTrials, inferred_by_phase: Mapping[str, InferredCalls]) -> dict[str, Problem]:
     """Return the first problem of each spec that uses tensors of another run, by the name of the spec."""
-    problems = {}
+    problems, plan = {}, trials.plan
     for name, spec in plan.specs.items():
         if not isinstance(spec, RecordedSpec) or spec.run is None or spec.definition.frequency == "occasion":
             continue
-        due, locations = firings_of(spec, length).steps, _locations(plan, spec, inferred_by_phase[spec.phase])
+        due, locations = firings_of(spec, trials.length).steps, _locations(plan, spec, inferred_by_phase[spec.phase])
         check = _sample_problems if spec.match == "id" else _batch_problems
-        found = check(spec, archive, locations, phases[spec.phase], due) if due and locations else iter(())
+        batches = trials.phases[spec.phase]
+        found = check(spec, trials.archive, locations, batches, due) if due and locations else iter(())
         if (problem := next(found, None)) is not None:
             problems[name] = problem
     return problems
@@ -144,13 +140,19 @@ def _batch_problems(
         fix = "set 'step', or a schedule of these steps only (steps, every, start, stop)"
         yield Problem(f"{where}.step", message, spec.step, allowed, fix=fix)
         return
-    for location in locations.keys() & recorded.keys():
-        tensors = recorded[location]
-        if spec.definition.frequency == "micro_step":
-            has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.first.samples,)
-            train = archive.info_of(spec.run).get("config", {}).get("train", {})
-            more = train.get("accumulate", 0) if spec.step is None and spec.phase in STEP_PHASES else 0
-            yield from _size_problems(spec, location, _sizes_by_step(tensors, has_samples), sources, batches, more)
+    train = archive.info_of(spec.run).get("config", {}).get("train", {})
+    accumulate = train.get("accumulate", 0) if spec.step is None and spec.phase in STEP_PHASES else 0
+    for location in locations.keys() & recorded.keys() if spec.definition.frequency == "micro_step" else ():
+        has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.first.samples,)
+        sizes = _sizes_by_step(recorded[location], has_samples)
+        for step, source in sources.items():
+            here, there = batches.sizes(step), sizes.get(source, [])
+            has_more = accumulate > len(here) and len(there) > len(here)
+            differ = any(old not in (None, new) for old, new in zip(there, here, strict=False))
+            if len(there) < len(here) or has_more or differ:
+                message = f"{_text(location)} was recorded in {_batches(there)} at step {source}, but this run has {_batches(here)}"
+                fix = "use the batches of the other run, or a schedule (steps, every, start, stop) of steps that have the same ones"
+                yield Problem(f"{where}.run", message, spec.run, fix=fix)
 
 
 def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int | None]]:
@@ -165,28 +167,6 @@ def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int 
     return {step: [size if is_known else None for size in of_step.tolist()] for step, of_step in sizes}
 
 
-def _size_problems(
-    spec: RecordedSpec,
-    location: Place,
-    recorded: Mapping[int, Sequence[int | None]],
-    sources: Mapping[int, int],
-    batches: PhaseBatches,
-    accumulate: int,
-) -> Iterator[Problem]:
-    checked: set[tuple[int, tuple[int, ...]]] = set()
-    for step, source in sources.items():
-        here, there = tuple(batches.sizes(step)), recorded.get(source, ())
-        if (source, here) in checked:
-            continue
-        checked.add((source, here))
-        has_more = accumulate > len(here) and len(there) > len(here)
-        differ = any(old not in (None, new) for old, new in zip(there, here, strict=False))
-        if len(there) < len(here) or has_more or differ:
-            message = f"{_text(location)} was recorded in {_batches(there)} at step {source}, but this run has {_batches(here)}"
-            fix = "use the batches of the other run, or a schedule (steps, every, start, stop) of steps that have the same ones"
-            yield Problem(f"hooks.{spec.name}.run", message, spec.run, fix=fix)
-
-
 def _text(location: Place) -> str:
     named = repr(location.layer or ".") + (f" {location.path}" if location.path else "")
     return named + (f" (call {location.call})" if location.call else "")
@@ -198,7 +178,7 @@ def _batches(sizes: Sequence[int | None]) -> str:
 
 
 def check_loss_of_parts(
-    config: RunConfig, task: Task, model: nn.Module, dataset: Dataset[Any], shard: BatchShard, options: LoaderOptions
+    config: RunConfig, task: Task, model: nn.Module, dataset: Dataset[Any], options: LoaderOptions
 ) -> None:
     """Raise a ConfigError unless the loss and its gradient are the weighted mean, or the sum, of those of two parts of a batch.
 
@@ -206,12 +186,13 @@ def check_loss_of_parts(
     tasks whose number of terms is known or defined by the user, for losses that draw random numbers or do not exist
     in eval mode, and for custom code that fails for a part of a batch.
     """
-    key = "parallel" if shard.size > 1 else "accumulate"
-    if (shard.size == 1 and config.train.accumulate == 1) or _has_known_terms(task):
+    processes = options.shard.size
+    key = "parallel" if processes > 1 else "accumulate"
+    if (processes == 1 and config.train.accumulate == 1) or _has_known_terms(task):
         return
     device = next(model.parameters()).device
     try:
-        parts = _batch_and_parts(dataset, max(config.train.batch_size, 2 * shard.size), shard, options)
+        parts = _batch_and_parts(dataset, max(config.train.batch_size, 2 * processes), options)
         # cuDNN computes no gradients of recurrent layers in eval mode.
         with (
             without_side_effects(model, training=False),
@@ -247,16 +228,14 @@ def _has_known_terms(task: Task) -> bool:
     return is_known and type(task).__module__.startswith(package)
 
 
-def _batch_and_parts(
-    dataset: Dataset[Any], size: int, shard: BatchShard, options: LoaderOptions
-) -> list[tuple[Any, int]]:
+def _batch_and_parts(dataset: Dataset[Any], size: int, options: LoaderOptions) -> list[tuple[Any, int]]:
     """Load the first batch twice, and two parts of it of different size, with their numbers of samples."""
 
     def collate(items: list[Any]) -> list[tuple[Any, int]]:
         split = max(1, len(items) // 3)
         return [(options.collate_fn(part), len(part)) for part in (items, items, items[:split], items[split:])]
 
-    return first_batch(dataset, size, shard, replace(options, collate_fn=collate, pin_memory=False)).batch  # type: ignore[no-any-return]
+    return first_batch(dataset, size, replace(options, collate_fn=collate, pin_memory=False)).batch  # type: ignore[no-any-return]
 
 
 def _loss_and_gradient(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:

@@ -15,7 +15,7 @@ from ..fields.field_types import Target
 from ..fields.targets import argument_names, build, build_callable
 from ..probe.samples import TARGET_KEYS
 from .datasets import DatasetMissingError
-from .loader import LoaderOptions, Slice, Stream, preserved_random_states, seed_random_states
+from .loader import FULL_BATCH, BatchShard, LoaderOptions, Slice, Stream, preserved_random_states, seed_random_states
 
 FIXES_OF_MISSING_DATASET = """\
     1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER
@@ -120,11 +120,13 @@ def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Strea
     return Stream(dataset, which.start, which.stop)  # type: ignore[arg-type]
 
 
-def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> LoaderOptions:
+def loader_options(
+    config: DataConfig, seed: int, *, pins_memory: bool, shard: BatchShard = FULL_BATCH
+) -> LoaderOptions:
     """Return how batches are loaded. `pins_memory`: whether the device reads pinned memory."""
     given = config.collate_fn
     collate_fn = default_collate if given is None else build_callable(given, "data.collate_fn")
-    return LoaderOptions(collate_fn, config.num_workers, config.pin_memory and pins_memory, seed)
+    return LoaderOptions(collate_fn, config.num_workers, config.pin_memory and pins_memory, seed, shard)
 
 
 def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:

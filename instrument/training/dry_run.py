@@ -40,7 +40,7 @@ from ..tables.schemas import TABLES, Table
 from ..tables.sink_interface import Row
 from .experiment import Experiment
 from .loader import LoadedBatch
-from .loop import NoHooks, StepObserver, evaluate, forward_step, run_probe_batch, train_step
+from .loop import Metrics, NoHooks, StepObserver, evaluate, forward_step, run_probe_batch, train_step
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
 MIN_REPEATS, MAX_REPEATS = 2, 40  # Repetitions of the steps.
@@ -113,9 +113,7 @@ def _measure_baseline(experiment: Experiment, batches: Sequence[Sequence[LoadedB
     return durations[1:]
 
 
-def _run_step(
-    experiment: Experiment, observer: StepObserver, batches: Sequence[LoadedBatch]
-) -> Mapping[str, float | None]:
+def _run_step(experiment: Experiment, observer: StepObserver, batches: Sequence[LoadedBatch]) -> Metrics:
     if experiment.config.mode == "train":
         return train_step(experiment, observer, batches)
     return forward_step(experiment, observer, batches[0])[0]

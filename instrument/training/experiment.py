@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,6 @@ from .hook_trials import SMALLER_BATCH_FIX, HookTrials
 from .initial_weights import InitialWeights
 from .loader import (
     Batches,
-    BatchShard,
     LoadedBatch,
     Loader,
     LoaderOptions,
@@ -135,8 +134,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     trains = config.mode == "train"
     data = load_data(config.data, evaluates=trains)
     shard = strategy.batch_shard
-    options = loader_options(config.data, config.seed, pins_memory=device.type == "cuda")
-    batches, eval_loader, phases = _load_batches(config, data, shard, options)
+    options = loader_options(config.data, config.seed, pins_memory=device.type == "cuda", shard=shard)
+    batches, eval_loader, phases = _load_batches(config, data, options)
     strategy.check_batches(batches)
     length = Length(
         batches.steps,
@@ -156,24 +155,16 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     find_unused = config.train.find_unused_parameters
     archive = RunArchive(shard.size, shard.indices_of)
     trials = HookTrials(plan, config.seed, archive, length, phases)
-    inferred_by_phase, has_unused, output_notice = _infer_shapes(
-        config,
-        task,
-        model,
-        plan,
-        phases,
-        device,
-        trials=trials,
-        find_unused=trains and strategy.needs_all_gradients and find_unused is None,
-    )
+    searches_unused = trains and strategy.needs_all_gradients and find_unused is None
+    inferred_by_phase, has_unused, output_notice = _infer_shapes(config, task, model, device, trials, searches_unused)
     check_functions(plan, inferred_by_phase)
     check_paths(plan, inferred_by_phase)
-    recordings = recording_problems(plan, archive, phases, inferred_by_phase, length)
+    recordings = recording_problems(trials, inferred_by_phase)
     if of_hooks := {**trials.failures, **recordings, **trials.misfits}:
         raise ConfigError(*(of_hooks[name] for name in plan.specs if name in of_hooks))
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):
-        check_loss_of_parts(config, task, model, data.train, shard, options)
+        check_loss_of_parts(config, task, model, data.train, options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model, lambda: _forward(task, model, first, differentiable=False)[0]):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
@@ -228,7 +219,7 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
 
 
 def _load_batches(
-    config: RunConfig, data: Data, shard: BatchShard, options: LoaderOptions
+    config: RunConfig, data: Data, options: LoaderOptions
 ) -> tuple[Batches, Loader | None, dict[str, PhaseBatches]]:
     """Return the batches of the steps, those of an evaluation, and those by phase, that of the steps first.
 
@@ -244,19 +235,19 @@ def _load_batches(
         where: str = "data.eval_slice",
         split: str = "eval_split",
     ) -> PhaseBatches:
-        load = partial(first_batch, dataset, shard=shard, options=options, where=where)
+        load = partial(first_batch, dataset, options=options, where=where)
         return PhaseBatches(load(size), load, sizes, ids or (lambda _: samples_of(dataset)), data.source[split])
 
     sampler = None if config.data.sampler is None else build_sampler(config.data.sampler, data.train)
     passes = config.forward.passes if config.mode == "forward" else None
-    size, eval_size = config.train.batch_size, config.train.eval_batch_size
-    batches = Batches(data.train, config.train, config.seed, shard, options=options, sampler=sampler, passes=passes)
+    size, eval_size, shard = config.train.batch_size, config.train.eval_batch_size, options.shard
+    batches = Batches(data.train, config.train, options, sampler=sampler, passes=passes)
     check_batch_size(batches.length, size, shard, "train.batch_size")
     of_steps = of_phase(data.train, size, batches.sizes, batches.samples_at, where="data.slice", split="train_split")
     phases: dict[str, PhaseBatches] = {config.mode: of_steps}
     eval_loader = None
     if data.test is not None:
-        eval_loader = Loader(data.test, eval_size, shard, options)
+        eval_loader = Loader(data.test, eval_size, options)
         eval_sizes = batch_sizes(eval_loader.length, eval_size)
         check_batch_size(eval_loader.length, eval_size, shard, "train.eval_batch_size")
         phases["eval"] = of_phase(data.test, eval_size, lambda _: eval_sizes)
@@ -275,10 +266,8 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | Non
     if weights is not None and not weights.is_of_run:
         weights.load(model)
     apply_specs(config.apply, model)
-    if weights is not None:
-        if weights.is_of_run:
-            weights.load(model)
-        weights.compare(model)
+    if weights is not None and weights.is_of_run:
+        weights.load(model)
     if config.mode == "train" and not any(parameter.requires_grad for parameter in model.parameters()):
         message = "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them"
         fix = "to run it without training, set mode=forward"
@@ -292,15 +281,7 @@ def _output_unit(config: RunConfig) -> OutputUnit | None:
 
 
 def _infer_shapes(
-    config: RunConfig,
-    task: Task,
-    model: nn.Module,
-    plan: HookPlan,
-    phases: Mapping[str, PhaseBatches],
-    device: torch.device,
-    *,
-    trials: HookTrials,
-    find_unused: bool,
+    config: RunConfig, task: Task, model: nn.Module, device: torch.device, trials: HookTrials, find_unused: bool
 ) -> tuple[dict[str, InferredCalls], bool, OutputNotice | None]:
     """Run shape inference for each phase: on its first batch, and on its smallest batch, if that is smaller."""
     has_unused = False
@@ -333,12 +314,12 @@ def _infer_shapes(
                 partial(forward, phase, to_device(loaded.batch, device), is_first=is_first),
                 training=phase == "train",
                 observe=trials.on_tensors,
-                function_sites=[site for site in plan.sites if site.spec.definition.of_functions],
+                function_sites=trials.function_sites,
                 observe_function=trials.on_function,
             )
 
-    inferred = {phase: infer(phase, batches.first) for phase, batches in phases.items()}
-    for phase, batches in phases.items():
+    inferred = {phase: infer(phase, batches.first) for phase, batches in trials.phases.items()}
+    for phase, batches in trials.phases.items():
         smallest, clean = trials.smallest_batch_size(phase), config.forward.from_sample
         if smallest is not None and clean is not None and smallest <= max(clean, 1):
             message = "the smallest batch lacks this clean sample or a corrupted one"

@@ -53,13 +53,13 @@ class HookTrials:
         # By name of the spec: the first field that does not fit a tensor, and the first error of the action.
         self.misfits: dict[str, Problem] = {}
         self.failures: dict[str, Problem] = {}
-        self._archive = archive
+        self.plan, self.archive, self.length, self.phases = plan, archive, length, phases
+        self.function_sites = [site for site in plan.sites if site.spec.definition.of_functions]
         self._hooks: list[AttachedHook] = []
         for name, spec in plan.specs.items():
             action = spec.build(_NoRows(), archive)  # type: ignore[abstract]  # its methods return None
             clock = Clock(StepContext(0, 0, 0, spec.phase), seed)
             self._hooks += [AttachedHook(site, action, clock, shapes_checked=True) for site in plan.of(name)]
-        self._length, self._phases = length, phases
         self._moments = {name: _moments(spec, length, phases[spec.phase].sizes) for name, spec in plan.specs.items()}
         self._at: dict[int, list[AttachedHook]] = {}  # by the `id` of the module
         for attached in self._hooks:
@@ -75,8 +75,8 @@ class HookTrials:
 
         It does not depend on hooks, so that a model or a dataset that counts its calls trains in the same way without them.
         """
-        steps = range(min(self._length.steps, self._length.epoch_steps)) if phase in STEP_PHASES else range(1)
-        return min((size for step in steps for size in self._phases[phase].sizes(step)), default=None)
+        steps = range(min(self.length.steps, self.length.epoch_steps)) if phase in STEP_PHASES else range(1)
+        return min((size for step in steps for size in self.phases[phase].sizes(step)), default=None)
 
     @contextmanager
     def on_batch(
@@ -95,11 +95,11 @@ class HookTrials:
                 attached.clock.name_samples(batch.indices, targets)
                 has_tensors = moment is not None and spec.definition.frequency != "occasion"
                 self._active[attached] = _runs_in_trials(spec) and (has_tensors or not _is_of_run(spec))
-        self._archive.substitutes_samples = True  # the samples are not those of the step
+        self.archive.substitutes_samples = True  # the samples are not those of the step
         try:
             yield
         finally:
-            self._archive.substitutes_samples = False
+            self.archive.substitutes_samples = False
             for attached in self._active:
                 attached.clock.kept.clear()
             self._active.clear()

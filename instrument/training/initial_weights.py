@@ -41,8 +41,6 @@ class InitialWeights:
             message = "the checkpoint contains no weights, since the run had mode: forward"
             raise ConfigError(Problem(WHERE, message, given=path))
         self._state: Mapping[str, Any] = states[0] if len(files) == 1 else join_shards(states)
-        self.tensors = 0
-        self.changed: list[str] = []  # the names of the loaded tensors that `apply` changed or removed
         # With `strict: false`, the names in the model without a value, and the names in the file that the model lacks.
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -78,30 +76,19 @@ class InitialWeights:
         else:
             self.missing, self.unexpected = missing, unexpected
         raise_problems(problems)
-
-    def compare(self, model: nn.Module) -> None:
-        """Find the loaded tensors that are not in a model any more, and release them."""
-        own = model.state_dict()
-        ignored, state = {*self.unexpected}, self._state.items()
-        tensors = {name: value for name, value in state if name not in ignored and isinstance(value, Tensor)}
-        self.tensors = len(tensors)
-        self.changed = [name for name, value in tensors.items() if not _is_in(own.get(name), value)]
-        self._state = {}
+        self._state = {}  # releases the weights
 
     @property
-    def changes(self) -> str | None:
-        """A message about the tensors that `apply` changed, and the names that were ignored; None without any."""
-        count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
+    def ignored(self) -> str | None:
+        """A message about the names that were ignored; None without any."""
         texts = {
-            f"apply changed {count}: {{}}": self.changed,
             "init_from has no values for {}; they keep their initial values": self.missing,
             "init_from ignored names that the model lacks: {}": self.unexpected,
         }
         return "; ".join(text.format(shorten(names, MAX_NAMES)) for text, names in texts.items() if names) or None
 
     def entry(self) -> dict[str, Any]:
-        names = ("path", "sha256", "tensors", "changed", "missing", "unexpected")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("path", "sha256", "missing", "unexpected")}
 
 
 def _files_of_run(folder: Path) -> list[Path]:
@@ -170,10 +157,3 @@ def _name_problems(message: str, names: Sequence[str], others: Sequence[str]) ->
 def _address(tensor: Any) -> object:
     """Return what identifies the memory of a tensor; tied parameters share it."""
     return (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) and tensor.numel() else id(tensor)
-
-
-def _is_in(own: Any, value: Tensor) -> bool:
-    if not isinstance(own, Tensor) or own.shape != value.shape:
-        return False
-    kept, loaded = own.cpu(), value.to(own.dtype)
-    return bool(((kept == loaded) | (kept.isnan() & loaded.isnan())).all())

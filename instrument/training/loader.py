@@ -98,12 +98,13 @@ def unchanged(items: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are loaded. `collate_fn` joins a list of samples into a batch."""
+    """How batches are loaded. `collate_fn` joins a list of samples into a batch; `shard` is the part that this process receives."""
 
     collate_fn: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
     pin_memory: bool = False
     seed: int = 0
+    shard: BatchShard = FULL_BATCH
 
 
 DEFAULT_OPTIONS = LoaderOptions()
@@ -123,7 +124,6 @@ class Loader:
     # The number of samples per batch, over all processes. The last batch may be smaller. An incomplete batch of a stream is left out if it
     # has fewer samples than there are processes.
     batch_size: int
-    shard: BatchShard = FULL_BATCH
     options: LoaderOptions = DEFAULT_OPTIONS
 
     def __iter__(self) -> Iterator[LoadedBatch]:
@@ -176,11 +176,11 @@ class Loader:
         for index in range(skip, -(-len(order) // self.batch_size)):
             start = index * self.batch_size
             batch = range(start, min(start + self.batch_size, len(order)))
-            own = [order[i] for i in self.shard.indices_of(batch)]
+            own = [order[i] for i in self.options.shard.indices_of(batch)]
             yield _Key(self.seed_of(name, index), own, len(batch))
 
     def seed_of(self, name: str, index: int) -> int:
-        key = repr((self.options.seed, name, index, self.shard.rank))
+        key = repr((self.options.seed, name, index, self.options.shard.rank))
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
 
 
@@ -220,7 +220,7 @@ class _StreamBatches(IterableDataset[LoadedBatch]):
         self.skip = skip
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        loader, shard = self.loader, self.loader.shard
+        loader, shard = self.loader, self.loader.options.shard
         samples: Iterator[Any] | None = None
         for index in count():
             seed_random_states(loader.seed_of(self.name, index))
@@ -255,10 +255,8 @@ class Batches:
         self,
         dataset: Dataset[Any],
         config: TrainConfig,
-        seed: int,
-        shard: BatchShard = FULL_BATCH,
-        *,
         options: LoaderOptions = DEFAULT_OPTIONS,
+        *,
         sampler: Iterable[int] | None = None,
         passes: int | None = None,
     ) -> None:
@@ -267,8 +265,8 @@ class Batches:
         self.passes = passes
         self.batch_size = config.batch_size
         self.accumulate = config.accumulate
-        self._loader = Loader(dataset, config.batch_size, shard, options)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._loader = Loader(dataset, config.batch_size, options)
+        self._generator = torch.Generator().manual_seed(options.seed)
         self._before_epoch = self._generator.get_state()
         self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
         self.length = self._length_of_epoch(config)
@@ -374,14 +372,10 @@ def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None =
 
 
 def first_batch(
-    dataset: Dataset[Any],
-    batch_size: int,
-    shard: BatchShard = FULL_BATCH,
-    options: LoaderOptions = DEFAULT_OPTIONS,
-    where: str = "data.slice",
+    dataset: Dataset[Any], batch_size: int, options: LoaderOptions = DEFAULT_OPTIONS, where: str = "data.slice"
 ) -> LoadedBatch:
     """Load a batch of the first samples of the dataset, for shape inference. No worker process is started."""
-    loader = Loader(dataset, batch_size, shard, replace(options, num_workers=0))
+    loader = Loader(dataset, batch_size, replace(options, num_workers=0))
     try:
         loaded = next(loader.load("first batch"), None)
     except Exception as error:
@@ -397,8 +391,9 @@ def first_batch(
         key = "data.dataset" if default else "data.collate_fn"
         raise ConfigError(Problem(key, message, reason, allowed, fix=fix)) from error
     if loaded is None:
-        message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
-        raise ConfigError(Problem(where, message if shard.size > 1 else "the slice is empty"))
+        processes = options.shard.size
+        message = f"the slice of the iterable dataset has fewer samples than there are processes ({processes})"
+        raise ConfigError(Problem(where, message if processes > 1 else "the slice is empty"))
     return loaded
 
 

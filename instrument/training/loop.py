@@ -44,6 +44,8 @@ from .experiment import Experiment
 from .loader import LoadedBatch
 
 WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
+Metrics = Mapping[str, float | None]
+"""The metrics of a step, an evaluation or a run, by name."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,21 @@ class Progress:
 
     step: int  # the number of completed steps
     steps: int
-    metrics: Mapping[str, float | None]
+    metrics: Metrics
     rows: int  # the number of rows recorded so far
     phase: str  # `train`; `eval` for an evaluation; `forward` in mode: forward
     overhead: float | None = None  # of hooks, relative to a step without them: 0.05 means 5%; None if not measured
     warnings: Sequence[str] = ()  # the warnings since the start of the training
 
 
-def progress_reporter(
-    experiment: Experiment, probe: Probe, on_progress: Callable[[Progress], None]
-) -> Callable[[Mapping[str, float | None], str], None]:
+Show = Callable[[Progress], None]
+OnStepEnd = Callable[[Metrics], None] | None
+
+
+def progress_reporter(experiment: Experiment, probe: Probe, on_progress: Show) -> Callable[[Metrics, str], None]:
     earlier_warnings = len(probe.warnings)
 
-    def report(metrics: Mapping[str, float | None], phase: str) -> None:
+    def report(metrics: Metrics, phase: str) -> None:
         if probe.step == experiment.steps:
             probe.recorder.flush()  # to report the warnings of the last steps
         rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
@@ -74,12 +78,8 @@ def progress_reporter(
 
 
 def train(
-    experiment: Experiment,
-    probe: Probe,
-    on_progress: Callable[[Progress], None],
-    on_step_end: Callable[[Mapping[str, float | None]], None] | None = None,
-    last: Mapping[str, float | None] | None = None,
-) -> Mapping[str, float | None]:
+    experiment: Experiment, probe: Probe, on_progress: Show, on_step_end: OnStepEnd = None, last: Metrics | None = None
+) -> Metrics:
     """Train to the last step, with scheduled evaluations and passes of the probe batch.
 
     `on_progress` is called after each step and each evaluation; `on_step_end`, which saves checkpoints, at the end of each step with
@@ -118,7 +118,7 @@ class NoHooks:
 
     write_generated = end_micro_step = begin_micro_step
 
-    def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
+    def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Metrics:  # noqa: ARG002
         return {"loss": None if loss is None else loss.item()}
 
 
@@ -161,9 +161,7 @@ def mean_over_processes(
     }
 
 
-def train_step(
-    experiment: Experiment, observer: StepObserver, micro_batches: Sequence[LoadedBatch]
-) -> Mapping[str, float | None]:
+def train_step(experiment: Experiment, observer: StepObserver, micro_batches: Sequence[LoadedBatch]) -> Metrics:
     """Make one optimizer step, with gradient accumulation over its micro-batches.
 
     An optimizer that requires a closure, such as LBFGS, computes the gradients several times. The loss, accuracy and gradient
@@ -171,22 +169,21 @@ def train_step(
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     assert optimizer is not None, "mode: forward has no optimizer"
-    weights, total = batch_weights(experiment, micro_batches)
     if experiment.uses_closure:
-        results: list[tuple[list[Outcome], Tensor | None]] = []
+        results: list[tuple[list[Outcome], list[float], Tensor | None]] = []
 
         def closure() -> Tensor:
-            outcomes, losses = _compute_gradients(experiment, observer, micro_batches, weights, total)
+            outcomes, weights, losses = _compute_gradients(experiment, observer, micro_batches)
             if not results:
-                results.append((outcomes, gradient_norm(experiment.model)))
+                results.append((outcomes, weights, gradient_norm(experiment.model)))
             return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
         with experiment.lr_scale.applied(optimizer):
             lr = optimizer.param_groups[0]["lr"]
             optimizer.step(closure)  # type: ignore[arg-type]
-        outcomes, norm = results[0]
+        outcomes, weights, norm = results[0]
     else:
-        outcomes, _ = _compute_gradients(experiment, observer, micro_batches, weights, total)
+        outcomes, weights, _ = _compute_gradients(experiment, observer, micro_batches)
         scaler.unscale_(optimizer)
         norm = gradient_norm(experiment.model)
         if experiment.strategy.pipeline is not None:
@@ -202,13 +199,13 @@ def train_step(
 
 
 def _compute_gradients(
-    experiment: Experiment,
-    observer: StepObserver,
-    micro_batches: Sequence[LoadedBatch],
-    weights: Sequence[float],
-    total: float,
-) -> tuple[list[Outcome], list[Tensor]]:
-    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum."""
+    experiment: Experiment, observer: StepObserver, micro_batches: Sequence[LoadedBatch]
+) -> tuple[list[Outcome], list[float], list[Tensor]]:
+    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum.
+
+    Return the outcome, the weight and the part of the loss of each micro-batch.
+    """
+    weights, total = batch_weights(experiment, micro_batches)
     strategy, train_module = experiment.strategy, experiment.train_module
     outcomes: list[Outcome] = []
     losses: list[Tensor] = []
@@ -218,9 +215,10 @@ def _compute_gradients(
         targets = [batch_with_targets(experiment.task, each.batch) for each in micro_batches]
         parts = [partial(weighted, weight=weight, total=total) for weight in weights]
         with strategy.micro_step(train_module, last=True):
-            return strategy.pipeline.compute_gradients(
+            outcomes, losses = strategy.pipeline.compute_gradients(
                 train_module, observer, micro_batches, targets, parts, experiment.device
             )
+        return outcomes, weights, losses
     for number, ((batch, indices, _), weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         observer.begin_micro_step(indices, batch_with_targets(experiment.task, batch))
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
@@ -233,11 +231,11 @@ def _compute_gradients(
         outcomes.append(outcome)
         losses.append(part.detach())
         observer.end_micro_step()
-    return outcomes, losses
+    return outcomes, weights, losses
 
 
 @torch.no_grad()
-def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
+def evaluate(experiment: Experiment, probe: Probe) -> Metrics:
     """Evaluate the model in eval mode, without gradients, and return the metrics. The mode of the model is restored."""
     model = experiment.model
     assert experiment.eval_loader is not None, "mode: forward has no evaluations"
@@ -273,7 +271,7 @@ def has_probe_pass(experiment: Experiment, step: int) -> bool:
     return any(spec.schedule.includes(step, "probe") for spec in experiment.plan.specs.values())
 
 
-def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
+def run_probe_batch(experiment: Experiment, probe: Probe) -> Metrics:
     """Run the probe batch.
 
     The model is in eval mode. Afterwards, the training flags, buffers, gradients, random states and the state of the
@@ -334,12 +332,8 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
 
 
 def run_forward(
-    experiment: Experiment,
-    probe: Probe,
-    on_progress: Callable[[Progress], None],
-    on_step_end: Callable[[Mapping[str, float | None]], None] | None = None,
-    last: Mapping[str, float | None] | None = None,
-) -> Mapping[str, float | None]:
+    experiment: Experiment, probe: Probe, on_progress: Show, on_step_end: OnStepEnd = None, last: Metrics | None = None
+) -> Metrics:
     """Run the model over all batches in eval mode. Each batch is a step. Afterwards, all buffers are those from before.
 
     Args:
@@ -372,7 +366,7 @@ def run_forward(
 
 def forward_step(
     experiment: Experiment, observer: StepObserver, loaded: LoadedBatch, scale: float = 1.0
-) -> tuple[Mapping[str, float | None], Mapping[str, Tensor | float]]:
+) -> tuple[Metrics, Mapping[str, Tensor | float]]:
     """Run the model, which is in eval mode, on one batch; with `forward.grad` also its backward pass, with inputs times `scale`.
 
     Returns:
@@ -404,12 +398,12 @@ class _Sums(Mapping[str, "float | None"]):
     A row on a GPU is complete by then, so that the host does not wait for the device.
     """
 
-    def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:
+    def __init__(self, sums: Metrics, *, adds_losses: bool) -> None:
         self._sums: dict[str, float | None] = dict(sums)
         self._adds_losses = adds_losses
-        self._pending: tuple[Mapping[str, float | None], Mapping[str, Tensor | float], int] | None = None
+        self._pending: tuple[Metrics, Mapping[str, Tensor | float], int] | None = None
 
-    def add(self, row: Mapping[str, float | None], weights: Mapping[str, Tensor | float], samples: int) -> None:
+    def add(self, row: Metrics, weights: Mapping[str, Tensor | float], samples: int) -> None:
         self._read_pending()
         self._pending = (row, weights, samples)
 

@@ -36,7 +36,7 @@ from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
 from .environment import code_hashes, content_hash, hardware, process_state
 from .experiment import Experiment, prepare
-from .loop import run_forward, train
+from .loop import Metrics, run_forward, train
 from .terminal import Terminal
 from .verification import check_fingerprint, training_fingerprint
 
@@ -99,7 +99,7 @@ class Result:
     """The result of a run: the metrics of the last evaluation, or the means over all batches in `mode: forward`, and why it was stopped."""
 
     folder: Path
-    metrics: Mapping[str, float | None]
+    metrics: Metrics
     stopped: str | None = None
     is_pruned: bool = False
 
@@ -302,7 +302,7 @@ class _Training:
             repeated=None if source is None else source.changes.repeated,
         )
 
-    def run(self) -> tuple[Mapping[str, float | None], str | None]:
+    def run(self) -> tuple[Metrics, str | None]:
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show, reported_graph_breaks(probe):
             last = None
@@ -326,8 +326,8 @@ class _Training:
                 probe.event("data", experiment.data.overlap)
             if self.state is None and (notice := experiment.output_notice) is not None:
                 probe.event("output", notice.message, severity=notice.severity)
-            if experiment.weights is not None and (changes := experiment.weights.changes):
-                probe.event("init_from", changes)
+            if experiment.weights is not None and (ignored := experiment.weights.ignored):
+                probe.event("init_from", ignored)
             loop = train if experiment.config.mode == "train" else run_forward
             metrics = loop(experiment, probe, show, self._end_step, last)
         return metrics, self.sink.failure
@@ -359,7 +359,7 @@ class _Training:
             self.several.required.update(custom)
         self.has_started = True
 
-    def _end_step(self, metrics: Mapping[str, float | None]) -> None:
+    def _end_step(self, metrics: Metrics) -> None:
         """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)

@@ -129,7 +129,7 @@ class PatchedModel:
         """
         config, device = self.experiment.config, self.experiment.device
         options = loader_options(config.data, config.seed, pins_memory=False)
-        (loaded,) = Loader(Slice(self.dataset, ids), len(ids), options=options)
+        (loaded,) = Loader(Slice(self.dataset, ids), len(ids), options)
         batch = to_device(loaded.batch, device)
         selected = None if mask is None else mask[..., None].to(device)
         clean, patched, zero = (

@@ -35,7 +35,7 @@ from ..storage.run_files import size_on_disk
 from ..storage.run_search import report_command
 from .compiler import place_of_hooks
 from .experiment import Experiment
-from .loop import Progress
+from .loop import Metrics, Progress, Show
 
 PIPE_WIDTH = 120
 PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
@@ -45,7 +45,6 @@ BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
-Show = Callable[[Progress], None]
 
 
 class PipeSafeConsole(Console):
@@ -169,7 +168,7 @@ class Terminal:
         self,
         experiment: Experiment,
         folder: Path,
-        metrics: Mapping[str, float | None],
+        metrics: Metrics,
         report: Path | None = None,
         stop_reason: str | None = None,
     ) -> None:
@@ -224,7 +223,7 @@ class Terminal:
         if not (self.quiet or self.brief):
             self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
-    def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
+    def end_unrecorded(self, failure: str, metrics: Metrics) -> None:
         self.show_recording_stopped(failure)
         self.console.print("  ".join(["evaluation", *evaluated(metrics)]))
 
@@ -276,7 +275,7 @@ def step_text(progress: Progress) -> str:
     return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
-def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
+def metric_texts(metrics: Metrics) -> dict[str, str]:
     """Return texts such as `loss 0.3402` and `accuracy 88.3%`, by name. Unknown metrics are omitted."""
     texts = {}
     if (loss := metrics.get("loss")) is not None:
@@ -286,7 +285,7 @@ def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
     return texts
 
 
-def evaluated(metrics: Mapping[str, float | None]) -> list[str]:
+def evaluated(metrics: Metrics) -> list[str]:
     """Return the texts of an evaluation, also those of custom metrics, such as `loss_recovered 0.9447`."""
     custom = {name: value for name, value in metrics.items() if name not in (*METRICS, "skipped")}
     return [

@@ -10,9 +10,10 @@ import math
 import pickle
 import random
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from .distributed.strategies import choose_strategy
 from .distributed.torchrun import synced_errors
 from .environment import process_state
 from .experiment import Experiment, prepare
-from .loop import Progress, train
+from .loop import Metrics, Progress, train
 
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
@@ -72,10 +73,14 @@ class Fingerprint:
     bits: Mapping[Key, int]
 
 
+Trained = list[Fingerprint]
+"""The fingerprints of a training, in order."""
+
+
 class Trace(NamedTuple):
     """What a training gave. `parameters`: those of this process at the end, by name, on the CPU."""
 
-    fingerprints: list[Fingerprint]
+    fingerprints: Trained
     sites: int
     rows: int
     parameters: Mapping[str, Tensor]
@@ -207,7 +212,8 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
     """
     recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
-    bare, hooked = trace(config, {}, processes=processes), trace(config, recording, processes=processes)
+    train_with = partial(trace, config, processes=processes)
+    bare, hooked = train_with({}), train_with(recording)
     baseline, with_hooks = bare.fingerprints, hooked.fingerprints
     difference = unrepeated = largest = None
     if first_difference(baseline, with_hooks) is not None:
@@ -217,8 +223,8 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
             if one.numel()
         )
         largest = largest if processes is None else max(processes.exchange(largest))
-        unrepeated = first_difference(baseline, trace(config, {}, processes=processes).fingerprints)
-        difference = None if unrepeated is not None else _find_cause(config, recording, baseline, with_hooks, processes)
+        unrepeated = first_difference(baseline, train_with({}).fingerprints)
+        difference = None if unrepeated is not None else _find_cause(train_with, recording, baseline, with_hooks)
     steps = [fingerprint for fingerprint in baseline if fingerprint.phase == "train"]
     tensors = sum(bool(where) for _, where in steps[-1].bits)
     evaluations = len(baseline) - len(steps)
@@ -228,7 +234,7 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
     )
 
 
-def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: str = "") -> Difference | None:
+def first_difference(first: Trained, second: Trained, hook: str = "") -> Difference | None:
     """Return the first difference between two trainings, with the hook to report as its cause; None if they are equal."""
     for left, right in zip_longest(first, second):
         if left is None or right is None:
@@ -240,17 +246,13 @@ def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: 
 
 
 def _find_cause(
-    config: RunConfig,
-    hooks: Mapping[str, HookSpec],
-    baseline: list[Fingerprint],
-    with_hooks: list[Fingerprint],
-    processes: Processes | None,
+    train_with: Callable[..., Trace], hooks: Mapping[str, HookSpec], baseline: Trained, with_hooks: Trained
 ) -> Difference | None:
-    """Attach one hook at a time to find the hook that causes the difference."""
+    """Attach one hook at a time to find the hook that causes the difference. `train_with`: see `trace`."""
     pairs = enumerate(zip_longest(baseline, with_hooks), 1)
     max_fingerprints = next(number for number, (one, other) in pairs if one != other)
     for name, spec in hooks.items():
-        with_one_hook = trace(config, {name: spec}, max_fingerprints, processes=processes).fingerprints
+        with_one_hook = train_with({name: spec}, max_fingerprints).fingerprints
         if (difference := first_difference(baseline[: len(with_one_hook)], with_one_hook, name)) is not None:
             return difference
     return first_difference(baseline, with_hooks, "+".join(hooks))
@@ -389,7 +391,7 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
     )
 
 
-def _metrics(folder: Path) -> dict[Moment, Mapping[str, float | None]]:
+def _metrics(folder: Path) -> dict[Moment, Metrics]:
     rows: list[dict[str, Any]] = RunFiles(folder).read("metrics", ["step", "phase", "rank", *COMPARED]).to_pylist()
     return {(row["step"], row["phase"] in STEP_PHASES, row["phase"]): row for row in rows if row["rank"] == 0}
 

@@ -25,7 +25,7 @@ def test_micro_steps_match_those_of_the_batches(
     samples: int, batch_size: int, accumulate: int, steps: int, every: int
 ) -> None:
     dataset: Any = torch.utils.data.TensorDataset(torch.zeros(samples))
-    batches = Batches(dataset, TrainConfig(steps=steps, batch_size=batch_size, accumulate=accumulate), seed=0)
+    batches = Batches(dataset, TrainConfig(steps=steps, batch_size=batch_size, accumulate=accumulate))
     length = Length(steps, accumulate, batches.micro_batches_per_epoch, Evaluations(steps, 0), 0)
     groups = [len(group) for _, group in batches]
     due = range(0, steps, every)

@@ -21,7 +21,7 @@ from instrument.fields.pip_extras import pip_command
 from instrument.training import datasets
 from instrument.training.data import load_data, slice_indices
 from instrument.training.datasets import digits, random_tensors
-from instrument.training.loader import Batches, first_batch
+from instrument.training.loader import Batches, LoaderOptions, first_batch
 
 CLASSES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
@@ -305,7 +305,7 @@ def numbers_of(group: list[Any]) -> list[list[int]]:
 
 
 def batches(seed: int = 0, **train: Any) -> list[tuple[int, list[list[int]]]]:
-    loader = Batches(Numbers(), TrainConfig(**{"steps": None, "epochs": None, **train}), seed)
+    loader = Batches(Numbers(), TrainConfig(**{"steps": None, "epochs": None, **train}), LoaderOptions(seed=seed))
     result = [(epoch, numbers_of(group)) for epoch, group in loader]
     assert loader.steps == len(result)
     return result
@@ -336,7 +336,7 @@ def test_number_of_epochs_follows_from_the_steps(steps: int) -> None:
 
 
 def test_first_batch_does_not_change_the_order() -> None:
-    loader = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
+    loader = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), LoaderOptions(seed=5))
     state = torch.get_rng_state()
     assert numbers_of([first_batch(Numbers(), 4)]) == [[0, 1, 2, 3]]
     assert numbers_of([first_batch(Numbers(), 64)]) == [[*range(10)]]
@@ -346,6 +346,6 @@ def test_first_batch_does_not_change_the_order() -> None:
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (3, 2), (4, 3), (64, 1), (3, 3)])
 def test_sizes_predicts_the_batch_sizes_of_a_step(batch_size: int, accumulate: int) -> None:
-    loader = Batches(Numbers(), TrainConfig(steps=7, epochs=None, batch_size=batch_size, accumulate=accumulate), 0)
+    loader = Batches(Numbers(), TrainConfig(steps=7, epochs=None, batch_size=batch_size, accumulate=accumulate))
     for step, (_, group) in enumerate(loader):
         assert [len(each.batch[0]) for each in group] == loader.sizes(step)

@@ -25,7 +25,7 @@ import instrument
 from instrument.config.parse import parse_config
 from instrument.errors import ConfigError
 from instrument.training.distributed.strategies import DataParallel, FullySharded, Strategy, choose_strategy
-from instrument.training.loader import BatchShard, Loader, check_batch_size
+from instrument.training.loader import BatchShard, Loader, LoaderOptions, check_batch_size
 
 HERE = Path(__file__).parent
 KEYS = ["step", "micro_step", "phase", "hook", "layer", "kind", "role", "path", "call"]
@@ -542,7 +542,7 @@ def test_penalty_on_the_loss_of_divided_layers_is_refused(parallel: dict[str, An
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batch_shards_cover_the_batch(size: int) -> None:
     dataset: Any = list(range(23))
-    shares = [Loader(dataset, 10, BatchShard(rank, size)) for rank in range(size)]
+    shares = [Loader(dataset, 10, LoaderOptions(shard=BatchShard(rank, size))) for rank in range(size)]
     batches = [[batch.tolist() for batch, _, _ in share] for share in shares]
     assert [[*chain(*parts)] for parts in zip(*batches, strict=True)] == [
         batch.tolist() for batch, _, _ in Loader(dataset, 10)

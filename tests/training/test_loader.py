@@ -69,9 +69,9 @@ def noisy_collate(items: list[Any]) -> Any:
 
 def batches_of(stream: bool, workers: int = 0, rank: int = 0, ranks: int = 1, **fields: Any) -> Batches:
     config = TrainConfig(**{"steps": 7, "batch_size": 4, "accumulate": 2, **fields})
-    options = LoaderOptions(noisy_collate, num_workers=workers, seed=3)
+    options = LoaderOptions(noisy_collate, num_workers=workers, seed=3, shard=BatchShard(rank, ranks))
     dataset: Dataset[Any] = Stream(Endless(), 0, None) if stream else Augmented()
-    return Batches(dataset, config, 3, BatchShard(rank, ranks), options=options)
+    return Batches(dataset, config, options)
 
 
 def contents(batches: Batches, stop: int | None = None) -> list[Any]:
@@ -134,9 +134,10 @@ def test_ranks_share_each_batch(stream: bool) -> None:
 
 
 def test_incomplete_batch_of_a_stream_is_left_out_if_a_rank_gets_no_sample() -> None:
-    loader = Loader(Stream(Endless(9), 0, None), 4, BatchShard(0, 2))
+    half = LoaderOptions(shard=BatchShard(0, 2))
+    loader = Loader(Stream(Endless(9), 0, None), 4, half)
     assert [loaded.total for loaded in loader] == [4, 4]
-    assert [loaded.total for loaded in Loader(Stream(Endless(10), 0, None), 4, BatchShard(0, 2))] == [4, 4, 2]
+    assert [loaded.total for loaded in Loader(Stream(Endless(10), 0, None), 4, half)] == [4, 4, 2]
 
 
 @pytest.mark.parametrize(("start", "stop", "expected"), [(0, None, 11), (3, 8, 5), (3, 99, 8)])
@@ -185,7 +186,7 @@ def test_first_batch_starts_no_worker_and_keeps_random_states() -> None:
     loaded = first_batch(Augmented(), 4, options=LoaderOptions(num_workers=2))
     assert (loaded.batch[0].tolist(), loaded.samples) == ([0, 1, 2, 3], 4)
     assert random_states() == before
-    loaded = first_batch(Stream(Endless(), 2, None), 4, BatchShard(1, 2))
+    loaded = first_batch(Stream(Endless(), 2, None), 4, LoaderOptions(shard=BatchShard(1, 2)))
     assert (loaded.batch[0].tolist(), loaded.samples, loaded.total) == ([4, 5], 2, 4)
 
 
@@ -213,7 +214,7 @@ def heavy(dataset: Any, samples: int = 20) -> WeightedRandomSampler:
 def sampled(target: str, rank: int = 0, ranks: int = 1, epochs: int = 3, **arguments: Any) -> Batches:
     sampler = build_sampler(Target.model_validate({"_target_": target, **arguments}), Augmented())
     config = TrainConfig(steps=None, epochs=epochs, batch_size=4)
-    return Batches(Augmented(), config, 3, BatchShard(rank, ranks), sampler=sampler)
+    return Batches(Augmented(), config, LoaderOptions(seed=3, shard=BatchShard(rank, ranks)), sampler=sampler)
 
 
 def orders(batches: Batches) -> list[list[int]]:
@@ -444,14 +445,14 @@ def test_options_that_need_a_length_are_refused(fields: dict[str, Any], message:
 
 def test_epochs_of_a_stream_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs: .*steps per epoch is unknown[\s\S]*train\.steps=N"):
-        Batches(Stream(Endless(), 0, None), TrainConfig(epochs=2), 0)
+        Batches(Stream(Endless(), 0, None), TrainConfig(epochs=2))
 
 
 def test_empty_stream_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.slice: the slice is empty"):
         first_batch(Stream(Endless(), 50, None), 4)
     with pytest.raises(InstrumentError, match="no samples for step 0, in epoch 0"):
-        next(iter(Batches(Stream(Endless(), 50, None), TrainConfig(steps=1), 0)))
+        next(iter(Batches(Stream(Endless(), 50, None), TrainConfig(steps=1))))
 
 
 SOURCE = """
