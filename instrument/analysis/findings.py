@@ -77,10 +77,10 @@ def _loss(run: RunTables) -> Iterator[Finding]:
         return
     finite = np.flatnonzero(np.isfinite(losses))
     if len(finite):
-        extremes = {"lowest": losses[finite].argmin(), "highest": losses[finite].argmax()}
-        at = {name: int(finite[index]) for name, index in extremes.items()}
-        texts = (f"{name} {losses[index]:.4g} at step {int(steps[index]):,}" for name, index in at.items())
-        value = f"{losses[0]:.4g} -> {losses[-1]:.4g}, {', '.join(texts)}"
+        low, high = (int(finite[at]) for at in (losses[finite].argmin(), losses[finite].argmax()))
+        value = f"{losses[0]:.4g} -> {losses[-1]:.4g}, lowest {losses[low]:.4g} at step {int(steps[low]):,}"
+        if high:
+            value += f", highest {losses[high]:.4g} at step {int(steps[high]):,}"
         yield Finding("loss", "training", None, value, number=float(losses[-1]))
 
 

@@ -123,10 +123,11 @@ def test_gradient_norms_of_metrics_and_of_tensors_are_separate_findings(made: Ma
     ]
 
 
-def test_loss_finding_has_first_last_lowest_and_highest_value(made: Make) -> None:
-    rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, 4.0, 0.5))]
+@pytest.mark.parametrize(("third", "highest"), [(4.0, ", highest 4 at step 2"), (0.25, "")])
+def test_loss_finding_has_first_last_lowest_and_highest_value(made: Make, third: float, highest: str) -> None:
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, third, 0.5))]
     run = made(metrics=[*rows, {"step": 4, "phase": "eval", "loss": math.nan}])
-    assert only(run, "loss").value == "2.5 -> 0.5, lowest 0.125 at step 1, highest 4 at step 2"
+    assert only(run, "loss").value == f"2.5 -> 0.5, lowest 0.125 at step 1{highest}"
     assert only(run, "loss not finite").step == 4  # of the evaluation
 
 
