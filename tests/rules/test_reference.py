@@ -493,7 +493,7 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     file.unlink()
     assert findings.main([str(tmp_path / "run")]) == findings.FIRED
     message = events["message"].iloc[0].partition("in 2 output")[2]
-    assert f"step 1: 2 output{message} ({len(events) - 1} more)" in capsys.readouterr().out
+    assert f"step 1: 2 output{message} ({len(events) - 1} more events)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
