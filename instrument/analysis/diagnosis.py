@@ -144,6 +144,9 @@ def findings_of(
             _finding(events, facts.get(key[0], NO_FACTS), key in warns, timeline.part(events[0]))
             for key, events in members.items()
         ]
+        first, *others = (events[0] for events in members.values())
+        if any(each.step < first.step for each in others):
+            made[0] = replace(made[0], value=f"{made[0].value}; it can have begun at step {timeline.onset(first):,}")
         groups.append(Diagnosis(made[0], tuple(replace(each, cause=lead[0]) for each in made[1:])))
     groups.sort(key=lambda group: SEVERITIES.index(group.severity))
     return [finding for group in groups for finding in (group.lead, *group.consequences)]
@@ -154,7 +157,8 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
     what, _, value = event.message.split(": ", 2)
     first = _first_word(event)  # a rule of several statistics names the one that shows the problem first
     first = "" if what.startswith(OTHER_SETTING) else "loss" if first == MEAN_LOSS else first
-    more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
+    count = len(events) - 1
+    more = f" ({count} more event{'s' * (count > 1)})" if count else ""
     hook, role = hook_and_role(event.location) if event.location else ("", "")
     statistic = facts.statistic if event.location or facts.is_of_metric else "loss"
     known = ALL if event.location else METRICS

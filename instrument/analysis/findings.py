@@ -75,15 +75,24 @@ def _loss(run: RunTables) -> Iterator[Finding]:
     steps, losses = rows["step"], rows["loss"].to_numpy()
     if not len(losses):
         return
-    finite = np.isfinite(losses)
-    if finite.any():
-        low = int(np.where(finite, losses, math.inf).argmin())
+    finite = np.flatnonzero(np.isfinite(losses))
+    if len(finite):
+        low, high = (int(finite[at]) for at in (losses[finite].argmin(), losses[finite].argmax()))
         value = f"{losses[0]:.4g} -> {losses[-1]:.4g}, lowest {losses[low]:.4g} at step {int(steps[low]):,}"
+        if high:
+            value += f", highest {losses[high]:.4g} at step {int(steps[high]):,}"
         yield Finding("loss", "training", None, value, number=float(losses[-1]))
 
 
 def _gradients(run: RunTables) -> Iterator[Finding]:
-    """Yield the largest recorded gradient norm; if hooks recorded none, the largest norm of all gradients together."""
+    """Yield the largest norm of all gradients together, and that of a single tensor that hooks recorded."""
+    rows = run.read("metrics", ["step", "grad_norm"], (ds.field("phase") == "train") & ds.field("grad_norm").is_valid())
+    steps, norms = rows["step"], rows["grad_norm"].to_numpy()
+    finite_norms = np.where(np.isfinite(norms), norms, -math.inf)
+    if len(finite_norms) and finite_norms.max() > 0.0:
+        at = int(finite_norms.argmax())
+        value = f"{norms[at]:.4g}, median {np.median(norms[np.isfinite(norms)]):.4g}"
+        yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
     row: _Row | None = None
     kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
     gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
@@ -99,14 +108,6 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         where = location_label(name, row["role"], row["hook"], row["phase"])
         tensor = {name: row[name] for name in ("layer", "hook", "role")}
         yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
-        return
-    rows = run.read("metrics", ["step", "grad_norm"], (ds.field("phase") == "train") & ds.field("grad_norm").is_valid())
-    steps, norms = rows["step"], rows["grad_norm"].to_numpy()
-    finite_norms = np.where(np.isfinite(norms), norms, -math.inf)
-    if len(finite_norms) and finite_norms.max() > 0.0:
-        at = int(finite_norms.argmax())
-        value = f"{norms[at]:.4g}, median {np.median(norms[np.isfinite(norms)]):.4g}"
-        yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
 def not_fired(run: RunTables) -> Iterator[Finding]:

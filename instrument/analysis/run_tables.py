@@ -51,7 +51,11 @@ READERS = 32  # threads that read run.json files in parallel; remote storage has
 def check_is_table(owner: object, name: str) -> None:
     """Check that an attribute is a table."""
     if name not in TABLES:
-        message = f"{type(owner).__name__!r} object has no attribute {name!r}; the tables are {', '.join(TABLES)}"
+        similar = similar_names(name, [*TABLES, *(each for each in dir(type(owner)) if each[0] != "_")])
+        meant = f"; similar: {', '.join(similar)}" if similar else ""
+        message = (
+            f"{type(owner).__name__!r} object has no attribute {name!r}{meant}; the tables are {', '.join(TABLES)}"
+        )
         raise AttributeError(message, name=name, obj=owner)
 
 

@@ -32,6 +32,7 @@ from instrument.config.experiment import RunConfig
 from instrument.config.hook_specs import FUNCTIONS, FunctionSpec
 from instrument.config.rules import RULES, CustomRule, RuleBase, WatchRule
 from instrument.config.schema import models_in
+from instrument.config.spec_file import hook_sets
 from instrument.errors import ConfigError, InstrumentError, Problem, similar_names
 from instrument.fields.field_types import Selection, Target
 from instrument.tables.kinds import KINDS
@@ -249,6 +250,10 @@ def entries() -> Iterator[Entry]:
             yield Entry(each, what, sentences(model), example=_yaml({"hooks": {"mine": example}}))
         of = f"field of hooks with action: {'' if is_action else 'modify, fn: '}{name}"
         yield from _fields("hooks.NAME.", model, of, example, HookBase)
+    for name, file in hook_sets().items():
+        text = file.read_text()
+        comment = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+        yield Entry(name, f"hook set, hooks={name}", " ".join(comment), example=_yaml({"hooks": yaml.safe_load(text)}))
     yield from _fields("apply.NAME.", Selection, "field of every apply spec", APPLY["freeze"])
     for name, example in APPLY.items():
         yield Entry(name, "action of apply", sentences(ACTIONS[name]), example=_yaml({"apply": {"mine": example}}))

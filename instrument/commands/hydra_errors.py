@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from ..config.experiment import TASKS
+from ..config.hydra_internals import SECTIONS, TARGETS
 from ..config.schema import fields_below
 from ..config.spec_file import fix_of_yaml
 from ..errors import Problem, similar_names
@@ -83,7 +84,7 @@ def _override_problem(error: OverrideParseException) -> Problem:
     if function and not needs_quotes:
         fix = f"quote the value for Hydra, inside the quotes of the shell: '{function[1]}(...)'"
     if "=" not in error.override:
-        fix = "write KEY=VALUE, such as +exp=NAME"
+        fix = "write KEY=VALUE without spaces, such as +exp=NAME"
     return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 
 
@@ -111,9 +112,13 @@ def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
     if name.rpartition(".")[2] in keys:
         message = "this field is not set yet, and a mapping without a plus changes only fields that are set"
         return Problem(name, message, fix=f"prefix the override with a plus: +{name.rpartition('.')[0]}=...")
-    similar = similar_names(name.rpartition(".")[2], keys)
-    sections = {} if "." in name else OmegaConf.to_container(parent)
-    elsewhere = [each.lstrip(".") for each, _ in nested_values(sections, "") if each.endswith(f".{name}")]
+    section, _, last = name.rpartition(".")
+    # A target can have any argument, and specs have the same fields.
+    others = ("hydra", *TARGETS, *SECTIONS) if section else ()
+    sections = {} if section.partition(".")[0] in others else OmegaConf.to_container(parent._get_root())
+    found = (each.lstrip(".") for each, _ in nested_values(sections, "") if each.endswith(f".{last}"))
+    elsewhere = [each for each in found if each.partition(".")[0] not in ("hydra", *SECTIONS) or not section]
+    similar = [] if elsewhere else similar_names(last, keys)
     key = name if "." in name else f"vars.{name}"  # the root has a fixed set of keys
     fix = "" if similar else f"to add it, prefix it with a plus: +{key}=..."
     if elsewhere:

@@ -16,7 +16,7 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from ..config.hydra_internals import WorkingDirectoryConf, use_field_loader
+from ..config.hydra_internals import WorkingDirectoryConf, check_options, use_field_loader
 from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError
 from ..training.distributed.torchrun import is_rank_zero, process_group, synced_errors
@@ -37,6 +37,7 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
     try:
+        check_options(sys.argv[1:])
         Plugins.instance().register(WorkingDirectoryConf)
         app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)
         with hydra_raises_errors(), use_field_loader():

@@ -23,7 +23,7 @@ from instrument.errors import ConfigError, Problem, similar_names
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
 from instrument.rules.reference_ranges import KEY, RATIOS, STARTS, Reference
-from instrument.rules.step_rows import location_name
+from instrument.rules.step_rows import location_label, location_name
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
 def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
     """Print the ranges of a reference and their margins. The text has the first, middle and last phase of training, the JSON all.
 
+    Without a pattern of layers, the text has the ranges of metrics, and the layers and statistics of each hook.
     In the JSON, `low` and `high` are the bounds of the rule: the smallest and the largest value of the healthy runs, with the margin.
     """
     rows = list(_ranges(reference, layer))
@@ -75,12 +76,21 @@ def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
     for name, value in (("runs", reference.about["runs"]), ("versions", reference.about["versions"])):
         print(f"{name}: {shorten([f'{key} {value[key]}' for key in value] if isinstance(value, dict) else value)}")
     for row in rows:
+        if layer is None and row["hook"]:
+            continue
         phases = row["phases"]
         shown = dict.fromkeys((0, len(phases) // 2, len(phases) - 1))
         ranges = [_shown_range(row["statistic"], **phases[at]) for at in shown]
         name = location_name(row["layer"], row["path"], row["kind"])
         location = f"{name} {row['role']} ({row['hook']})" if row["hook"] else row["phase"]
         print(f"{location} {row['statistic']}: {', '.join(ranges)}")
+    located = [row for row in rows if layer is None and row["hook"]]
+    for tensor in dict.fromkeys((row["hook"], row["role"], row["phase"]) for row in located):
+        own = [row for row in located if (row["hook"], row["role"], row["phase"]) == tensor]
+        layers, statistics = (list(dict.fromkeys(row[name] or "." for row in own)) for name in ("layer", "statistic"))
+        print(f"{location_label(shorten(layers), tensor[1], tensor[0], tensor[2])}: {', '.join(statistics)}")
+    if located:
+        print(f"{len(located)} ranges of layers: --layer GLOB prints those of some, --layer '**' all")
 
 
 def _ranges(reference: Reference, layer: str | None) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@
   name that two files define, and finds the tasks of installed packages.
 - The jobs of a sweep are listed before they start, and unfinished ones run again: only the sweeper, the overrides and the callbacks
   of Hydra can expand and report them.
+- The options of `hydra.main`, which takes `--exp` for the beginning of one of them.
 - The search path of `hydra.main`, for compositions outside of it: the files of the package, then those of the working directory.
 """
 
@@ -20,7 +21,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import create_config_search_path
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
@@ -289,6 +290,19 @@ class WorkingDirectoryConf(SearchPathPlugin):
                 name = f"conf/{file.relative_to(user_folder)}"
                 text = f"warning: {name} is ignored: the package has a file of this name; choose another name"
                 print(text, file=sys.stderr)
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Refuse options that Hydra does not have, before it completes their names.
+
+    Raises:
+        ConfigError: An argument is such an option.
+    """
+    known = get_args_parser()._option_string_actions
+    for name in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
+        if name not in known:
+            fix = "write settings without dashes, as KEY=VALUE, such as train.steps=5 or +exp=NAME"
+            raise ConfigError(Problem(name, "unknown option", fix=fix))
 
 
 def config_loader() -> ConfigLoader:

@@ -259,7 +259,9 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":
         if loc[-1] != "_target_":
-            return Problem(key, message_of(item))
+            of_model = (model_at(model, loc[:-1]) or model).model_fields.items()
+            texts = (each.description or "" for name, each in of_model if loc[-1] in (name, each.alias))
+            return Problem(key, message_of(item), allowed=next(texts, ""))
         similar = similar_names("_target_", map(str, item["input"]))
         return Problem(key, message_of(item), allowed="the dotted path of a class or function", similar=similar)
     cause = context.get("error")

@@ -77,9 +77,25 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except (InstantiationException, SystemExit) as error:
         cause = error.__cause__
+        if isinstance(cause, TypeError) and (texts := _texts_for_numbers(target, where)):
+            raise ConfigError(*texts) from error
         message = f"{target.target} could not be built: {_reason(cause or error)}"
         arguments = ", ".join(f"{key}: {value}" for key, value in target.to_config().items())
         raise ConfigError(Problem(where, message, arguments)) from error
+
+
+def _texts_for_numbers(target: Target, where: str) -> list[Problem]:
+    """Return a problem for each argument that is a text, although its default is a number."""
+    try:
+        parameters = inspect.signature(locate(target.target, where)).parameters
+    except (TypeError, ValueError):
+        return []  # a built-in function without a signature
+    texts = ((name, given) for name, given in (target.model_extra or {}).items() if isinstance(given, str))
+    return [
+        Problem(f"{where}.{name}", "must be a number", given)
+        for name, given in texts
+        if name in parameters and isinstance(parameters[name].default, int | float)
+    ]
 
 
 def build_callable(target: Target, where: str) -> Callable[..., Any]:

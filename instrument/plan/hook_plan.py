@@ -268,7 +268,7 @@ def _no_such_structure(selection: Selection, found: Mapping[StructureName, Seque
         message = f"these patterns match none of the modules with structure: {names}"
         return Problem(f"{where}.layers", message, list(selection.globs), shorten(elsewhere))
     looked_for = "; ".join(f"no {name} found ({STRUCTURES[name]})" for name in selection.structure)
-    fix = "select the modules with 'layers' or 'types', or remove the hook; plan=true shows all modules"
+    fix = "select the modules with 'layers' or 'types', or remove the hook; print(model) or plan=true shows all modules"
     return Problem(f"{where}.structure", looked_for, names, fix=fix)
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ..formatting import shorten
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.functions import FunctionHooks, FunctionThreads
 from ..hooks.hook_group import HookGroup, InertWhenCopied
 from ..hooks.loss import LossHooks
 from ..hooks.module_hooks import ModuleHooks
-from ..hooks.optimizer import StepHooks
+from ..hooks.optimizer import StepHooks, parameter_ids
 from ..hooks.parameter_gradients import BoundaryHooks, GradientHooks
 from ..hooks.site_grouping import group_sites
 from ..plan.hook_plan import HookPlan
@@ -206,7 +207,8 @@ class HookSet:
 class ModuleWatch(HookGroup):
     """Reports hooked modules that are replaced, also as a part of another module. Hooks on their parameters and buffers stop then.
 
-    It checks this before each optimizer step and at the end of each training step.
+    New modules whose parameters no optimizer holds are reported, too. It checks this before each optimizer step and at the end of each
+    training step.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class ModuleWatch(HookGroup):
             self.check()
 
     def check(self) -> None:
-        found = map(dict.get, self._parents, self._keys)
+        found = [*map(dict.get, self._parents, self._keys)]
         gone = [*compress(self._children, map(is_not, found, self._children))]  # in each step: without a loop in Python
         if not (gone or self._has_gone):
             return
@@ -256,11 +258,30 @@ class ModuleWatch(HookGroup):
         removed = {part for module in gone for part in module.modules()} - present
         for attached in self.attached_hooks:
             attached.is_replaced = attached.site.layer.module in removed
-        for attached in [attached for part in (*gone, *removed) for attached in self._unreported.pop(part, ())]:
-            attached.default_reason = REPLACED
-            site = attached.site
-            message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
-            self.event("replaced", message, layer=site.layer.name)
+        unreported = [hooks for part in (*gone, *removed) if (hooks := self._unreported.pop(part, []))]
+        for of_module in unreported:
+            for attached in of_module:
+                attached.default_reason = REPLACED
+            layer, names = of_module[0].site.layer, dict.fromkeys(attached.site.spec.name for attached in of_module)
+            message = f"hook{'s' * (len(names) > 1)} {', '.join(map(repr, names))} on {layer.label}: {REPLACED}"
+            self.event("replaced", message, layer=layer.name)
+        if unreported:
+            self._report_untrained([pair for pair in zip(self._children, found, strict=True) if pair[0] in gone])
+
+    def _report_untrained(self, replaced: Sequence[tuple[nn.Module, nn.Module | None]]) -> None:
+        """Report new modules with parameters that no optimizer holds, if one holds those of the replaced modules."""
+        held = {key for optimizer in self.optimizers for key in parameter_ids(optimizer)}
+        names = {module: name for name, module in self.model.named_modules()}
+        for old, new in replaced:
+            if new is None or new not in names or held.isdisjoint(map(id, old.parameters())):
+                continue
+            left = [name for name, each in new.named_parameters() if each.requires_grad and id(each) not in held]
+            if left:
+                message = (
+                    f"the optimizer does not hold {shorten(left)} of the new module {names[new]}, so its steps do not change "
+                    "them; call optimizer.add_param_group, or replace the module before the optimizer is created"
+                )
+                self.event("optimizer", message, layer=names[new])
 
 
 class LoadWatch(InertWhenCopied):

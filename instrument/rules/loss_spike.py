@@ -30,9 +30,9 @@ class LossSpikeRule(WindowRule):
     learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
-    times the largest previous one (of at least two, none of them negative) is reported at once. Losses up to 1e-6 are no reference there,
-    and not if a loss was negative: they are the rounding of terms that cancel, as in a policy gradient with normalized advantages and
-    equal probabilities.
+    times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once.
+    Losses up to 1e-6 are no reference there, and not if a loss was negative: they are the rounding of terms that cancel, as in a policy
+    gradient with normalized advantages and equal probabilities.
     """
 
     factor: Annotated[float, Field(gt=1)] = Field(
@@ -77,7 +77,9 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         if largest <= ROUNDING and (len(self._losses) < self.spec.after or self._lowest < 0):
             return None
         if len(self._losses) < self.spec.after:
-            bound = max(SUDDEN, self.spec.factor) * largest
+            bound, start = max(SUDDEN, self.spec.factor) * largest, max([*self._losses][:FEWEST])
+            if start > ROUNDING:  # a loss that grows in each step, but by less
+                bound = min(bound, SUDDEN**2 * start)
             if len(self._losses) < FEWEST or self._lowest < 0 or loss <= bound:
                 return None
             return Firing(f"{loss:.4g}, {self._first:.4g} at first", loss, bound)

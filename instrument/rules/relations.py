@@ -62,7 +62,7 @@ class DoubleSoftmax(RelationRule, name="double_softmax"):
     """
 
     what = "softmax applied twice"
-    advice = "Remove this layer, and pass its input to the loss function, which expects logits."
+    advice = "Remove this layer or call, and pass its input to the loss function, which expects logits."
 
 
 class DropoutKeepsUnits(RelationRule, name="dropout_keeps_units"):

@@ -150,7 +150,7 @@ MOMENT = _columns(
 IDENTITY = _columns(
     """
     hook | label | | name of the spec
-    layer | label | | name of the module; empty for the root
+    layer | label | | name of the module; empty for the root, which is `.` in patterns and messages
     module_type | label | | short name of the module's class
     kind | label | | kind of the hook
     role | label | | role of the tensor: which of the kind's tensors it is
@@ -340,7 +340,7 @@ for _table in (
         "one module",
         _columns(
             """
-            layer | string | | name of the module; empty for the root
+            layer | string | | name of the module; empty for the root, which is `.` in patterns and messages
             aliases | list<string> | | other names of the same module
             module_type | string | | short name of its class
             depth | int32 | | number of segments in its name

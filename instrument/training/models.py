@@ -89,11 +89,13 @@ class MLP(nn.Module):
             inferred from the first batch. Default: (None, 128, 64, 10).
 
     Raises:
-        ValueError: A size other than the first is None.
+        ValueError: A size other than the first is None, or there are fewer than two.
     """
 
     def __init__(self, sizes: Sequence[int | None] = (None, 128, 64, 10)) -> None:
         super().__init__()
+        if not isinstance(sizes, Sequence) or len(sizes) < 2:
+            raise ValueError(f"sizes must be a list of at least two numbers, such as [64, 32, 10], got {sizes}")
         if None in sizes[1:]:
             raise ValueError(f"only the first size, that of the input, may be null, got {list(sizes)}")
         self.layers = dense(sizes)

@@ -215,6 +215,7 @@ def test_reference_leads_later_problems_and_follows_earlier_ones(spike: int, nam
     info = {"config": {"hooks": {"hook": {**RECORD, "every": 2}}}}
     (group,) = diagnoses(findings_of(events, rules, info, LAYERS))
     assert [each.rule for each in (group.lead, *group.consequences)] == names
+    assert group.lead.value == ("value; it can have begun at step 8" if spike == 9 else "value")
 
 
 def test_first_gradient_of_a_rule_is_that_of_the_last_layer() -> None:
@@ -228,7 +229,7 @@ def test_first_gradient_of_a_rule_is_that_of_the_last_layer() -> None:
     assert (found.where, found.severity, found.value) == (
         "linear1.weight param_grad (hook)",
         "warning",
-        "value (1 more)",
+        "value (1 more event)",
     )
 
 
@@ -249,7 +250,7 @@ def test_events_far_apart_have_separate_causes() -> None:
     again = event("loss_spike", 9000, severity="info"), event("exploding_gradient", 9001, "act0 grad_output")
     found = findings_of([first, *again], default_rules(), {}, LAYERS)
     assert [(each.rule, each.step, each.value, each.cause) for each in found] == [
-        ("loss_spike", 10, "value (1 more)", ""),
+        ("loss_spike", 10, "value (1 more event)", ""),
         ("exploding_gradient", 9001, "value", "loss_spike"),
     ]
 

@@ -112,18 +112,23 @@ def test_all_gradient_kinds_and_no_others_count(made: Make, about: dict[str, Any
     )
 
 
-def test_gradient_norm_falls_back_to_the_metrics(made: Make) -> None:
+def test_gradient_norms_of_metrics_and_of_tensors_are_separate_findings(made: Make) -> None:
     norms = [3.0, math.inf, 7.0, None, 1.0]
-    run = made(metrics=[{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)])
-    found = only(run, "largest gradient norm")
-    assert (found.where, found.step, found.value) == ("all parameters", 2, "7, median 3")
+    metrics = [{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)]
+    run = made(metrics=metrics, stats=[{**GRADIENT, "layer": "a", "l2": 0.5}])
+    found = [each for each in findings(run) if each.what == "largest gradient norm"]
+    assert [(each.where, each.step, each.value) for each in found] == [
+        ("all parameters", 2, "7, median 3"),
+        ("a.weight param_grad (gradients)", 0, "0.5, median at this location 0.5"),
+    ]
 
 
-def test_loss_finding_has_first_last_and_lowest_value(made: Make) -> None:
-    rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, 0.5))]
-    run = made(metrics=[*rows, {"step": 3, "phase": "eval", "loss": math.nan}])
-    assert only(run, "loss").value == "2.5 -> 0.5, lowest 0.125 at step 1"
-    assert only(run, "loss not finite").step == 3  # of the evaluation
+@pytest.mark.parametrize(("third", "highest"), [(4.0, ", highest 4 at step 2"), (0.25, "")])
+def test_loss_finding_has_first_last_lowest_and_highest_value(made: Make, third: float, highest: str) -> None:
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, third, 0.5))]
+    run = made(metrics=[*rows, {"step": 4, "phase": "eval", "loss": math.nan}])
+    assert only(run, "loss").value == f"2.5 -> 0.5, lowest 0.125 at step 1{highest}"
+    assert only(run, "loss not finite").step == 4  # of the evaluation
 
 
 @pytest.mark.spread(1)
@@ -140,7 +145,7 @@ def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
     found = only(made(stats=rows), "first recorded non-finite value")
     assert (found.where, found.step) == ("first output (seen)", 3)
-    assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100 (3 more)", "warning")
+    assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100 (3 more events)", "warning")
     assert found.advice.startswith("Look at the first location")
 
 
@@ -164,7 +169,7 @@ def test_rule_is_a_finding_with_advice(made: Make) -> None:
     found = only(run, "dead units")
     assert (found.where, found.step, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
     assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.7, 5 times")
-    assert found.value.endswith("(1 more)")
+    assert found.value.endswith("(1 more event)")
     assert [finding.severity for finding in findings(run) if finding.advice] == ["warning"]
 
 
@@ -268,4 +273,4 @@ def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatc
     assert names_of(run) == ["largest gradient norm", "changed"]
     assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects", "events", "layers"}
     assert max(count for _, count in scanned) <= 15
-    assert len(scanned) == 7, "the statistics are read twice, the other tables once"
+    assert len(scanned) == 8, "the statistics and metrics are read twice, the other tables once"

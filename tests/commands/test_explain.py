@@ -12,6 +12,7 @@ import yaml
 from instrument.commands import explain
 from instrument.config.parse import parse_config
 from instrument.config.rules import RULES
+from instrument.config.spec_file import hook_sets
 from instrument.tables.kinds import KINDS
 from instrument.tables.schemas import TABLES
 from instrument.tables.statistics import STATISTICS
@@ -67,6 +68,7 @@ def test_everything_that_can_be_registered_is_explained(known: list[explain.Entr
     assert of["statistic"] == {*STATISTICS}
     assert of["rule"] == {*RULES}
     assert of["kind of hooks"] == {*KINDS}
+    assert {entry.key for entry in known if entry.what == f"hook set, hooks={entry.key}"} == {*hook_sets()}
     assert of["table"] == {*TABLES}
     assert of["column of effects"] == {f"effects.{column.name}" for column in TABLES["effects"].columns}
     assert of["error, exit code 2"] == {"ConfigError"}

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from instrument import ConfigError
 from instrument.commands import verify
 from instrument.config.experiment import RunConfig
-from instrument.config.hydra_internals import FieldLoader, TaskRepository, config_loader
+from instrument.config.hydra_internals import FieldLoader, TaskRepository, check_options, config_loader
 from instrument.config.parse import parse_config
 from instrument.config.schema import fields_below
 from instrument.config.spec_file import conf_folder
@@ -330,3 +330,11 @@ def test_private_parts_of_hydra_have_the_expected_form() -> None:
     }
     assert {function: [*inspect.signature(function).parameters] for function in parameters} == parameters
     assert isinstance(config_loader().repository, TaskRepository)  # type: ignore[attr-defined]
+
+
+def test_abbreviated_options_are_refused() -> None:
+    """The parser of Hydra takes `--exp` for `--experimental-rerun`."""
+    check_options(["-m", "--cfg", "job", "--config-dir=conf", "+exp=--exp"])
+    for arguments in (["--exp", "mnist_hooks"], ["-m", "--exp=mnist_hooks"]):
+        with pytest.raises(ConfigError, match=r"--exp: unknown option\n.*without dashes"):
+            check_options(arguments)

@@ -170,6 +170,8 @@ def test_probe_has_the_methods_of_a_run(probes: Any) -> None:
     names = {name for name in dir(instrument.Run) if not name.startswith("_")}
     assert names <= {*dir(probe)}
     assert probe.sql("select count(*) as rows from stats").rows.item() == len(probe.stats)
-    with pytest.raises(AttributeError, match="no attribute 'statz'; the tables are stats"):
+    with pytest.raises(AttributeError, match="no attribute 'statz'; similar: stats, "):
         probe.statz  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'end_stp'; similar: end_step,"):
+        probe.end_stp  # noqa: B018
     assert issubclass(instrument.Run, RunTables)

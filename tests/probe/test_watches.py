@@ -153,8 +153,29 @@ def test_parameter_rows_end_with_their_module(replaced: str) -> None:
     assert registered_at_the_end == [[0], [0]]
     assert steps == {hook: [0, 3] for hook in steps}
     replacements = [row for row in probe.sink.records("events") if row["rule"] == "replaced"]
-    assert [(row["layer"], row["step"]) for row in replacements if row["severity"] == "warning"] == [("1.0", 1)] * 5
+    (message,) = [row["message"] for row in replacements if row["severity"] == "warning"]
+    assert message == f"hooks {', '.join(map(repr, hooks))} on 1.0: {REPLACED}"
     assert {row["cause"] for row in probe.coverage() if row["fired"] == 2} == {REPLACED}
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_new_head_without_an_optimizer_is_reported_at_once(is_held: bool) -> None:
+    """Its rows and its layers are not needed: also after steps in which no relation is checked."""
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, {"seen": record("forward", "**")}, optimizer=optimizer) as probe:
+        for step in range(7):
+            if step == 6:
+                model[2] = nn.Linear(4, 1)
+                if is_held:
+                    optimizer.add_param_group({"params": model[2].parameters()})
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    found = [row for row in probe.sink.records("events") if row["rule"] == "optimizer"]
+    assert [(row["step"], row["layer"]) for row in found] == ([] if is_held else [(6, "2")])
+    assert all("weight, bias of the new module 2" in row["message"] for row in found)
 
 
 def test_parameter_rows_end_with_the_wrapper_of_their_module() -> None:

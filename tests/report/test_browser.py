@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
+from report_fixtures import EVERYTHING, RECORD, SPREAD, convolutional, copy_unfinished, deep, new_page, train
 from scipy.stats import sem, t
 from torch import nn
 
@@ -192,6 +192,17 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
     full_report.choose("effects-location", "3.bias")
     expected = close_to(reported_run.effects, "layer == '3' and path == 'bias'", "norm_before")
     assert full_report.plot("effects-chart")[0]["y"] == expected
+
+
+def test_units_of_layers_precede_features_of_the_data(open_page: Open, tmp_path: Path) -> None:
+    inputs = {**RECORD, "layers": "0", "kind": "forward_pre", "stats": ["dead_fraction"]}
+    run = train(tmp_path, convolutional(), {"inputs": inputs, "acts": EVERYTHING["acts"]}, steps=2, shape=(3, 8, 8))
+    with open_page(run) as report:
+        choices = report.choices("units-choice")
+        assert (choices[0], choices[-1]) == (
+            "dead_fraction of acts: forward output",
+            "dead_fraction of inputs: forward_pre input",
+        )
 
 
 def last_mosaic(report: OpenReport) -> dict[str, Any]:

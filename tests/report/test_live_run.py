@@ -290,6 +290,6 @@ def test_findings_of_rules_are_those_of_the_report(rules: Any, tmp_path: Path) -
     live.refresh()
     (finding,) = live.findings()
     assert [finding] == findings(instrument.load(folder))
-    assert (finding.step, finding.severity, finding.value) == (0, "warning", "l2 0 (3 more)")
+    assert (finding.step, finding.severity, finding.value) == (0, "warning", "l2 0 (3 more events)")
     assert [*rules_of(live.info)] == ["mine"]
     assert check(instrument.load(folder)) == []  # its rows do not grow

@@ -529,6 +529,11 @@ def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
     assert (event.step, event.value, event.threshold) == (2, 4e14, 40_000.0)
     assert event.message == "loss spike: at step 2: 4e+14, 2.3 at first"
     assert fired("loss_spike", losses(1e-6, 0.5, 200.0, 1.0)) == []
+    (event,) = fired(
+        "loss_spike", losses(2.0, 2.5, *(2.5 * 100.0**power for power in range(1, 6)))
+    )  # by less each time
+    assert (event.step, event.threshold) == (5, 2.5e6)
+    assert fired("loss_spike", losses(0.0, 1e-7, *(1e-7 * 100.0**power for power in range(1, 6)))) == []
 
 
 def test_samples_of_one_class_are_imbalanced() -> None:

@@ -493,7 +493,7 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     file.unlink()
     assert findings.main([str(tmp_path / "run")]) == findings.FIRED
     message = events["message"].iloc[0].partition("in 2 output")[2]
-    assert f"step 1: 2 output{message} ({len(events) - 1} more)" in capsys.readouterr().out
+    assert f"step 1: 2 output{message} ({len(events) - 1} more events)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -792,6 +792,8 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert reference.main(["show", file]) == 0
     out = capsys.readouterr().out
     assert "\ntrain lr: step 0: 0.0996 to 0.1 (margin a factor of 1.25), step 3:" in out
+    assert "\n0, 1, 2, 3, 4, 5, . output (outputs): rms, std" in out
+    assert "output (outputs) rms: step 0:" not in out
     assert reference.main(["show", file, "--layer", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["runs"]), shown["last_step"]) == (3, 11)

@@ -7,10 +7,11 @@ RUN.push((report) => {
   for (const statistic of UNITS) {
     report.series.forEach((series, i) => {
       const activations = series.kind === "forward" && series.role === "output";
-      if (series.statistics[statistic] && (activations || statistic === "dead_fraction")) choices.push([`${statistic}|${i}`, `${statistic} of ${series.label}`]);
+      if (series.statistics[statistic] && (activations || statistic === "dead_fraction")) choices.push([`${statistic}|${i}`, `${statistic} of ${series.label}`, activations]);
     });
   }
   if (!choices.length) return hide("units");
+  choices.sort((one, other) => other[2] - one[2]); // features of the data, which hooks=inputs records, are no units of the network
   fillSelect("units-choice", choices);
   drawOn(["units-choice"], () => {
     const [statistic, i] = document.getElementById("units-choice").value.split("|");
