@@ -255,8 +255,8 @@ class Rows(Protocol):
     ) -> None:
         """Add the statistics of one tensor: built-in ones in column order, then custom ones, which may be scalars on a device."""
 
-    def slab_of(self, context: Context) -> Slab | None:
-        """Return the slab for plain tensors of a site; None if another process writes its rows, or without the kernel."""
+    def slab_of(self, context: Context, table: str = "stats") -> Slab | None:
+        """Return the slab of a table for plain tensors of a site; None if another process may write its rows, or without the kernel."""
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
         """Return the slot of the rows of a call, for `slab_of` and `record_plain_effect`.

@@ -32,9 +32,15 @@
    if the tensor is not plain, or if the pass is recomputed and `records_recomputation` is false. `slots` has the slots of the rows, with
    a key (path, firing, class of the module).
 
+   Changing(slab, counts, clock, slots, module, change, finish, held, changes_recomputation)
+
+   Called like a `Recording`, it returns what replaces the tensor, and adds a row with the effect. change(tensor, path, moment) returns what
+   replaces the tensor, and the factor or None; None if the tensor is not plain. finish(tensor, new, factor, slot, path, firing) adds the row
+   if the slab cannot, which is None if processes merge its rows, or if the factor is no ordinary number.
+
    PlainCalls(clock, indices, outputs, counts, gradients, finish)
 
-   `outputs` is a tuple of recordings, and of functions of the output, its path and the firing that return what replaces it, or None if it
+   `outputs` is a tuple of recordings, of changes, and of functions of the output, its path and the firing that return what replaces it, or None if it
    is not plain. `counts` has the counts of each. `gradients` is a tuple of recordings. `finish(done, call, backward, gradient)` is called
    for the recordings of a gradient after the first `done` ones; it returns what the hook of the gradient returns.
 
@@ -76,7 +82,7 @@ static PyObject *functions[FUNCTIONS];
 NAMES(DECLARE)
 
 static PyObject *no_path, *minus_one, *compiler_module;
-static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type, *observer_type, *function_call_type;
+static PyTypeObject *counts_type, *indices_type, *recording_type, *changing_type, *gradient_type, *observer_type, *function_call_type;
 
 static PyObject *connect_torch(PyObject *self, PyObject *args) {
     (void)self;
@@ -255,17 +261,18 @@ static PyType_Spec indices_spec = {
 
 /* ---------------------------------------------------------------------------------------------------------------- recordings */
 
-typedef struct {
-    PyObject_HEAD PyObject *slab, *counts, *clock, *slots, *module, *last_path, *last_firing;
+typedef struct { /* also a Changing */
+    PyObject_HEAD PyObject *slab, *counts, *clock, *slots, *module, *change, *finish, *last_path, *last_firing;
     PyTypeObject *class;  /* of the module, for which `slots_by_call` is valid */
     PyTypeObject *last_class;
     long long last_slot;  /* of the last path, firing and class; they are most often the same objects in the next step */
     long long *slots_by_call; /* the slot of the output of each call, or of its first gradient; -1 if it was not looked up yet */
     Py_ssize_t slots_by_call_length;
+    double held;
     int further, at_boundary, records_recomputation;
 } Recording;
 
-HOLDER(recording, 7)
+HOLDER(recording, 9)
 
 static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
     PyObject *given[5]; /* slab, counts, clock, slots, module */
@@ -279,6 +286,24 @@ static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kw
         self->further = further;
         self->at_boundary = at_boundary;
         self->records_recomputation = records_recomputation;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *changing_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
+    PyObject *given[7], *held; /* slab, counts, clock, slots, module, change, finish */
+    int changes_recomputation;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OO!OOOOOOp", &given[0], counts_type, &given[1], &given[2], &given[3], &given[4], &given[5], &given[6],
+                          &held, &changes_recomputation))
+        return NULL;
+    if (given[0] != Py_None && Py_TYPE(given[0]) != slab_type)
+        return PyErr_Format(PyExc_TypeError, "the slab must be a Slab or None");
+    const double number = number_or_nan(held);
+    Recording *self = PyErr_Occurred() ? NULL : (Recording *)new_holder(class, given, 7);
+    if (self) {
+        self->held = number;
+        self->records_recomputation = changes_recomputation;
     }
     return (PyObject *)self;
 }
@@ -310,8 +335,8 @@ static PyObject *firing_of_call(long long index) {
     return PyObject_CallFunction(functions[FIRING], "LiOL", index, 0, Py_False, index);
 }
 
-/* Records the output of a call, or its first gradient; see `record`. */
-static int record_call(Recording *self, PyObject *tensor, long long index) {
+/* Returns the slot of the output of a call, or of its first gradient; -1 with an exception set. */
+static long long slot_of_index(Recording *self, long long index) {
     if (self->class != Py_TYPE(self->module) || index >= self->slots_by_call_length) {
         const Py_ssize_t count = index < self->slots_by_call_length ? self->slots_by_call_length : 2 * (Py_ssize_t)index + 1;
         long long *slots_by_call = PyMem_Realloc(self->slots_by_call, (size_t)count * sizeof *slots_by_call);
@@ -336,11 +361,11 @@ static int record_call(Recording *self, PyObject *tensor, long long index) {
         if (self->class == Py_TYPE(self->module)) /* `slot_of` runs Python code, and with it other threads */
             self->slots_by_call[index] = slot;
     }
-    return record(self, tensor, slot);
+    return slot;
 }
 
-/* Records a tensor at a path; see `record`. */
-static int record_at(Recording *self, PyObject *tensor, PyObject *path, PyObject *firing) {
+/* Returns the slot of a tensor at a path; -1 with an exception set. */
+static long long slot_at(Recording *self, PyObject *path, PyObject *firing) {
     long long slot = self->last_slot;
     if (path != self->last_path || firing != self->last_firing || self->last_class != Py_TYPE(self->module)) {
         slot = slot_of(self, path, firing);
@@ -354,7 +379,38 @@ static int record_at(Recording *self, PyObject *tensor, PyObject *path, PyObject
         Py_XDECREF(old_path);
         Py_XDECREF(old_firing);
     }
-    return record(self, tensor, slot);
+    return slot;
+}
+
+/* Records the output of a call, or its first gradient; see `record`. */
+static int record_call(Recording *self, PyObject *tensor, long long index) {
+    const long long slot = slot_of_index(self, index);
+    return slot < 0 ? -1 : record(self, tensor, slot);
+}
+
+/* Records a tensor at a path; see `record`. */
+static int record_at(Recording *self, PyObject *tensor, PyObject *path, PyObject *firing) {
+    const long long slot = slot_at(self, path, firing);
+    return slot < 0 ? -1 : record(self, tensor, slot);
+}
+
+/* Returns what replaces a tensor, and adds a row with the effect; None if the tensor is not plain. `firing` is NULL for that of a call. */
+static PyObject *change_tensor(Recording *self, PyObject *tensor, long long slot, PyObject *path, PyObject *firing, long long index) {
+    PyObject *moment = slot < 0 ? NULL : PyObject_GetAttr(self->clock, name_moment), *new = NULL, *factor = NULL;
+    PyObject *changed = moment ? PyObject_CallFunctionObjArgs(self->change, tensor, path, moment, NULL) : NULL;
+    if (changed && changed != Py_None && PyArg_ParseTuple(changed, "OO", &new, &factor)) {
+        const double number = factor == Py_None || PyFloat_Check(factor) ? number_or_nan(factor) : NAN;
+        const int is_simple = self->slab != Py_None && (factor == Py_None || number == number);
+        const int added = is_simple ? add_effect_to_slab(self->slab, tensor, new, slot, moment, number, self->held) : 0;
+        PyObject *own = added ? NULL : firing ? Py_NewRef(firing) : firing_of_call(index);
+        if (own)
+            Py_XDECREF(PyObject_CallFunction(self->finish, "OOOLOO", tensor, new, factor, slot, path, own));
+        Py_XDECREF(own);
+    }
+    PyObject *result = PyErr_Occurred() ? NULL : Py_NewRef(new ? new : Py_None);
+    Py_XDECREF(changed);
+    Py_XDECREF(moment);
+    return result;
 }
 
 static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwargs) {
@@ -367,6 +423,8 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
         return NULL;
     if (!is_recorded)
         Py_RETURN_NONE;
+    if (self->change)
+        return change_tensor(self, tensor, slot_at(self, path, firing), path, firing, 0);
     const int added = record_at(self, tensor, path, firing);
     return added < 0 ? NULL : Py_NewRef(added ? tensor : Py_None);
 }
@@ -383,6 +441,19 @@ static PyType_Slot recording_slots[] = {
 
 static PyType_Spec recording_spec = {"instrument.stats.native.Recording", sizeof(Recording), 0,
                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, recording_slots};
+
+static PyType_Slot changing_slots[] = {
+    {Py_tp_doc, "Replaces a plain tensor, and adds a row with the effect."},
+    {Py_tp_new, changing_new},
+    {Py_tp_call, recording_call},
+    {Py_tp_traverse, recording_traverse},
+    {Py_tp_clear, recording_clear},
+    {Py_tp_dealloc, recording_free},
+    {0, NULL},
+};
+
+static PyType_Spec changing_spec = {"instrument.stats.native.Changing", sizeof(Recording), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, changing_slots};
 
 /* ---------------------------------------------------------------------------------------------------------------- calls */
 
@@ -525,8 +596,11 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
 
 /* Replaces the output of a call by what a function returns for it. 1 if it did, 0 if the output is not plain, -1 with an exception set. */
 static int change(PyObject *function, PyObject **output, long long index) {
-    PyObject *firing = firing_of_call(index);
-    PyObject *new = firing ? PyObject_CallFunctionObjArgs(function, *output, no_path, firing, NULL) : NULL;
+    Recording *changing = Py_TYPE(function) == changing_type ? (Recording *)function : NULL;
+    PyObject *firing = changing ? NULL : firing_of_call(index);
+    PyObject *new = changing ? change_tensor(changing, *output, slot_of_index(changing, index), no_path, NULL, index)
+                    : firing ? PyObject_CallFunctionObjArgs(function, *output, no_path, firing, NULL)
+                             : NULL;
     Py_XDECREF(firing);
     if (!new || new == Py_None) {
         Py_XDECREF(new);
@@ -1118,9 +1192,10 @@ int add_plain_calls(PyObject *module) {
     counts_type = add_type(module, "FiringCounts", &counts_spec);
     indices_type = add_type(module, "CallIndices", &indices_spec);
     recording_type = add_type(module, "Recording", &recording_spec);
+    changing_type = add_type(module, "Changing", &changing_spec);
     gradient_type = add_type(module, "OutputGradientHook", &gradient_spec);
     observer_type = add_type(module, "FunctionObserver", &observer_spec);
     function_call_type = add_type(module, "FunctionCall", &function_call_spec);
     const int are_added = add_type(module, "PlainCalls", &calls_spec) && add_type(module, "FunctionCalls", &functions_spec);
-    return counts_type && indices_type && recording_type && gradient_type && observer_type && function_call_type && are_added && !PyErr_Occurred() ? 0 : -1;
+    return counts_type && indices_type && recording_type && changing_type && gradient_type && observer_type && function_call_type && are_added && !PyErr_Occurred() ? 0 : -1;
 }

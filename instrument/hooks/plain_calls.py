@@ -29,13 +29,14 @@ from torch._C import (
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ..actions.base import Context, Rows
+from ..actions.base import Context, Number, Rows, StepContext
 from ..actions.clip import Clip
 from ..actions.intervention import Intervention, describe, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
 from ..errors import HookError, InstrumentError, user_code_location
 from ..plan.function_calls import Selection
+from ..stats.cpu_kernel import is_connected
 from ..values.nested import structure
 from .clock import FIRST_CALL, FiringIndex, graph_task
 from .gradient_hooks import LeafHooks, register_at_base
@@ -43,6 +44,7 @@ from .gradient_hooks import LeafHooks, register_at_base
 # Of the C extension.
 __all__ = [
     "CallIndices",
+    "Changing",
     "FiringCounts",
     "FunctionCall",
     "FunctionCalls",
@@ -64,6 +66,7 @@ firing_of = lru_cache(4096)(FiringIndex)
 try:
     from ..stats.native import (
         CallIndices,
+        Changing,
         FiringCounts,
         FunctionCall,
         FunctionCalls,
@@ -148,7 +151,7 @@ except ImportError:
     class Recording:  # type: ignore[no-redef]
         """For type checks. It has no objects, and neither have the other classes."""
 
-    PlainCalls = FunctionCalls = FunctionObserver = Recording  # type: ignore[misc, assignment]
+    PlainCalls = Changing = FunctionCalls = FunctionObserver = Recording  # type: ignore[misc, assignment]
 
 
 AttachedHook = Any
@@ -234,30 +237,35 @@ def batched_launch(attached_hooks: Sequence[AttachedHook]) -> AbstractContextMan
     return nullcontext()
 
 
-def _changing(attached: AttachedHook, action: Intervention) -> Direct:
+def _changing(attached: AttachedHook, action: Intervention) -> Direct | None:
+    if not is_connected:
+        return None
     change, clock, rows = action.change, attached.clock, action.rows
     held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
     slots, module = _Slots(attached, lambda context: rows.slot("effects", context, ())), attached.site.layer.module
     context = attached.context("", FIRST_CALL).without_tensors()
-    is_repeated = attached.site.spec.definition.repeats
 
-    def direct(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
-        if not is_plain_float(tensor) or (firing.recompute and is_repeated):
+    def new_and_factor(tensor: Tensor, path: str, moment: StepContext) -> tuple[Tensor, Number] | None:
+        if not is_plain_float(tensor):
             return None
         if tensor.is_cuda:
             check_not_captured(context)
         if attached.checked_paths is not None:
             attached.check_shape(path, tensor)
-        context.moment = moment = clock.moment
+        context.moment = moment
         new, factor = call_action(change, tensor, context)
-        number = factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
-        if not rows.record_plain_effect(tensor, new, slots[path, firing, type(module)], moment, number, held):
-            effect = effect_of(tensor, new, number, tensor.numel())
+        return new, factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
+
+    def finish(tensor: Tensor, new: Tensor, factor: Number, slot: int, path: str, firing: FiringIndex) -> None:
+        if not rows.record_plain_effect(tensor, new, slot, clock.moment, factor, held):
+            effect = effect_of(tensor, new, factor, tensor.numel())
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)
-        return new
 
-    return direct
+    is_repeated = attached.site.spec.definition.repeats
+    return Changing(
+        rows.slab_of(context, "effects"), attached, clock, slots, module, new_and_factor, finish, held, not is_repeated
+    )
 
 
 def is_plain_float(tensor: object) -> bool:

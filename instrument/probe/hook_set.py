@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
-from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -249,10 +247,10 @@ class ModuleWatch(HookGroup):
             self.check()
 
     def check(self) -> None:
-        found = [*map(dict.get, self._parents, self._keys)]
-        gone = [*compress(self._children, map(is_not, found, self._children))]  # in each step: without a loop in Python
-        if not (gone or self._has_gone):
+        found = (*map(dict.get, self._parents, self._keys),)
+        if found == self._children and not self._has_gone:  # in each step: without a loop in Python
             return
+        gone = [child for child, each in zip(self._children, found, strict=True) if each is not child]
         self._has_gone = bool(gone)
         present = {*self.model.modules()}
         removed = {part for module in gone for part in module.modules()} - present

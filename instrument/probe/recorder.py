@@ -135,8 +135,9 @@ class Recorder:
             return self._effects.add_effect(before, after, slot, moment, held, _EffectValues(factor))
         return self._effects.slab.add_effect(before, after, slot, moment, factor, held) is not None
 
-    def slab_of(self, context: Context) -> Slab | None:
-        return None if not is_connected or self._merger.is_duplicate(context) else self._slab_of("stats", context).slab
+    def slab_of(self, context: Context, table: str = "stats") -> Slab | None:
+        is_elsewhere = self._merger.is_duplicate(context) if table == "stats" else self._merger.ranks is not None
+        return None if is_elsewhere or not is_connected else self._slab_of(table, context).slab
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
         site = self._merger.identity(context)[len(context.moment) :]

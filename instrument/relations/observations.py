@@ -22,6 +22,7 @@ from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
+from ..runtime.lazy_compiler import has_compiled
 from ..stats.fingerprint import fingerprint
 from ..values.nested import iter_tensors
 
@@ -349,6 +350,11 @@ class AccumulatedGradient:
         """Register the hooks before and after a gradient is added."""
         before: Callable[[Tensor], Any] = self._before
         return [self.parameter.register_hook(before), self.parameter.register_post_accumulate_grad_hook(self._after)]
+
+    def release(self) -> None:
+        """Drop the dictionary of the removed hook, unless it has others or a graph may depend on it: each backward pass would read it."""
+        if not (self.parameter._backward_hooks or has_compiled()):
+            self.parameter._backward_hooks = None
 
     def _before(self, gradient: Tensor) -> None:  # noqa: ARG002
         current, last = self.parameter.grad, self._last

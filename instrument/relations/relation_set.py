@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ class RelationSet(InertWhenCopied):
     def _end_observation(self) -> None:
         LOSSES.remove(self._on_loss)
         self._observed.detach()
+        for each in chain.from_iterable(self.training.gradients.values()):
+            each.release()
         self.training.gradients.clear()
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1422,36 +1422,44 @@ static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return Py_BuildValue("[ddd]", numbers[0], numbers[1], numbers[2]);
 }
 
-static double number_or_nan(PyObject *object) { return object == Py_None ? NAN : PyFloat_AsDouble(object); }
+double number_or_nan(PyObject *object) { return object == Py_None ? NAN : PyFloat_AsDouble(object); }
 
-static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t count) {
+int add_effect_to_slab(PyObject *slab, PyObject *before, PyObject *after, long long slot, PyObject *moment, double factor, double held) {
     enum { EFFECT = 6 };
+    Slab *self = (Slab *)slab;
     double numbers[3];
-    if (count != 6 || self->width < EFFECT) {
-        PyErr_SetString(PyExc_TypeError, "add_effect takes six arguments, and rows have to be wide enough");
-        return NULL;
+    if (self->width < EFFECT) {
+        PyErr_SetString(PyExc_TypeError, "the rows of the slab are too narrow for effects");
+        return -1;
     }
-    const long long slot = PyLong_AsLongLong(args[2]);
-    const double factor = number_or_nan(args[4]), held = number_or_nan(args[5]);
-    if (PyErr_Occurred())
-        return NULL;
-    const Pair pair = pair_of(args[0], args[1]);
+    const Pair pair = pair_of(before, after);
     double *row = NULL;
     if (pair.numel)
-        row = row_on_device(self, COMPARE, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
+        row = row_on_device(self, COMPARE, slot, moment, &pair.t, pair.kind, pair.before, pair.after, pair.numel);
     if (!row && !PyErr_Occurred()) {
         if (!compare(&pair, numbers))
-            Py_RETURN_NONE;
-        row = slab_row(self, slot, args[3], -1, NULL);
+            return 0;
+        row = slab_row(self, slot, moment, -1, NULL);
         if (row)
             memcpy(row + 1, numbers, sizeof numbers);
     }
     if (!row)
-        return NULL;
+        return -1;
     row[0] = (double)pair.numel;
     row[4] = factor;
     row[5] = held;
-    return PyLong_FromSsize_t(self->rows - 1);
+    return 1;
+}
+
+static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 6) {
+        PyErr_Format(PyExc_TypeError, "Slab.add_effect takes 6 arguments, got %zd", count);
+        return NULL;
+    }
+    const long long slot = PyLong_AsLongLong(args[2]);
+    const double factor = number_or_nan(args[4]), held = number_or_nan(args[5]);
+    const int added = PyErr_Occurred() ? -1 : add_effect_to_slab((PyObject *)self, args[0], args[1], slot, args[3], factor, held);
+    return added > 0 ? PyLong_FromSsize_t(self->rows - 1) : added ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_t count) {

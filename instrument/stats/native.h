@@ -32,6 +32,12 @@ extern PyTypeObject *slab_type; /* the class `Slab` */
 /* `Slab.add`: 1 if the row was added, 0 if not, and -1 with an exception set. */
 int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int further);
 
+/* `Slab.add_effect`, with the same results. NaN is no factor, and no condition. */
+int add_effect_to_slab(PyObject *slab, PyObject *before, PyObject *after, long long slot, PyObject *moment, double factor, double held);
+
+/* A number; NaN for None, and with an exception set. */
+double number_or_nan(PyObject *object);
+
 enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 }; /* the kinds of elements */
 
 static inline uint32_t bits_of_float(float value) {

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import test_trap_random_graphs as random_graphs
 import torch
@@ -31,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import instrument
+from instrument.actions.base import EFFECT
 from instrument.config.parse import parse_hooks
 from instrument.hooks import attached_hook
 from instrument.hooks.attached_hook import AttachedHook
@@ -669,13 +671,21 @@ def test_compiled_types_reject_other_objects() -> None:
         native.Recording({}, counts, None, {}, None, False, False, False)
     with pytest.raises(TypeError):
         native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
+    for given in ((counter, counts), (None, counter), (slab, counter)):
+        with pytest.raises(TypeError):
+            native.Changing(*given, None, {}, None, print, print, None, False)
     for outputs, several, gradients in (((print,), (), ()), ((print,), (counter,), ()), ((), (), (print,))):
         with pytest.raises(TypeError):
             native.PlainCalls(None, counter, outputs, several, gradients, print)  # type: ignore[arg-type]
     for given in ((counts,), [counts, counter]):
         with pytest.raises(TypeError, match="update_counts takes a list"):
             native.update_counts(given)  # type: ignore[arg-type]
-    for cls in (native.Recording, native.PlainCalls, native.OutputGradientHook):  # no object without its fields
+    for cls in (
+        native.Recording,
+        native.Changing,
+        native.PlainCalls,
+        native.OutputGradientHook,
+    ):  # no object without its fields
         with pytest.raises(TypeError):
             cls.__new__(cls)
     narrow = native.Recording(native.Slab(2), counts, SimpleNamespace(moment=None), {}, None, False, False, False)
@@ -688,6 +698,32 @@ def test_compiled_types_reject_other_objects() -> None:
         narrow(torch.ones(3), "", FIRST_CALL)
     with pytest.raises(AttributeError, match="closed"):
         native.PlainCalls(None, counter, (), (), (), print).enter()
+
+
+@pytest.mark.skipif(not cpu_kernel.is_connected, reason="without the compiled kernel, the types do not exist")
+@pytest.mark.parametrize(
+    ("with_slab", "factor", "is_finished"),
+    [(True, 2.0, False), (True, None, False), (True, math.nan, True), (True, torch.ones(1), True), (False, 2.0, True)],
+)
+def test_slab_has_effects_with_an_ordinary_factor(with_slab: bool, factor: Any, is_finished: bool) -> None:
+    native = cpu_kernel.native
+    assert native is not None
+    slab, finished, moment = native.Slab(len(EFFECT)), [], object()
+    change = lambda tensor, path, moment: None if tensor.is_sparse else (2 * tensor, factor)  # noqa: E731
+    finish = lambda *given: finished.append(given[2:])  # noqa: E731
+    clock, given = SimpleNamespace(moment=moment), slab if with_slab else None
+    changing = native.Changing(given, native.FiringCounts(), clock, defaultdict(int), None, change, finish, True, False)
+    tensor = torch.tensor([3.0, 4.0])
+    new = changing(tensor, "path", FIRST_CALL)
+    assert new is not None
+    assert new.tolist() == [6.0, 8.0]
+    assert changing(tensor.to_sparse(), "", FIRST_CALL) is None
+    assert changing(tensor, "", FIRST_CALL._replace(recompute=True)) is None
+    assert finished == [(factor, 0, "path", FIRST_CALL)] * is_finished
+    numbers, _, _, moments = slab.take()
+    row = [2, 2, 5.0, 10.0, math.nan if factor is None else factor, 1.0]
+    np.testing.assert_array_equal(np.frombuffer(numbers), [] if is_finished else row)
+    assert moments == [moment] * (not is_finished)
 
 
 @pytest.mark.skipif(not cpu_kernel.is_connected, reason="without the compiled kernel, the types do not exist")
