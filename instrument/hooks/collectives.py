@@ -3,8 +3,8 @@
 Python, the reducer of DDP in C++ and compiled code call the operators of the namespace `c10d`. While hooks are attached, a kernel for the
 dispatch key BackendSelect, which is above those of all devices, gets each call of them and passes it on.
 
-If the caller waits for the result at once (`async_op=False`), the kernel waits instead, and runs the hooks on the result. Otherwise they
-run when the caller has waited, or before the future that it waits for is complete. No operation and no point of waiting is added.
+The hooks on a result run when the caller has waited for it, or before the future that it waits for is complete. No operation and no point
+of waiting is added.
 """
 
 from __future__ import annotations
@@ -235,16 +235,13 @@ class _Kernel:
         call.started_at = _now(call.device)
         result = self.operator.redispatch(keyset & _BELOW, *args)
         *others, boxed = result if isinstance(result, tuple) else (result,)
-        work = None if boxed is None else dist.Work.unbox(boxed)
-        if not given.get("async_op", True):
-            if work is not None:  # NCCL may return none: the operation is in the current stream
-                work.wait()
-            call.finish()
-        elif work is not None:
-            observed = _ObservedWork(work, call).boxed()
+        if boxed is not None:  # also without `async_op`: the caller waits at once
+            observed = _ObservedWork(dist.Work.unbox(boxed), call).boxed()
             return (*others, observed) if others else observed
-        else:
+        if given.get("async_op", True):
             call.miss()
+        else:  # NCCL: the operation is in the current stream
+            call.finish()
         return result
 
 
@@ -302,7 +299,9 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         super().__init__()
         self.work, self.lock = work, threading.Lock()
         self.call: _Call | None = call
-        self.result, self.block_current_stream = work.result, getattr(work, "block_current_stream", None)
+        self.is_on_host = call.device.type == "cpu"
+        for name in _UNCHANGED:
+            setattr(self, name, getattr(work, name))
         _works.add(self)
         _unawaited.add(self)  # functional collectives keep no reference to the Python object
 
@@ -317,14 +316,17 @@ class _ObservedWork(_Work):  # type: ignore[misc]
                 self.call.finish()
                 self.call = None
 
-    def wait(self, *timeout: Any) -> bool:
-        done: bool = self.work.wait(*timeout)
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        if self.call is None and self.is_on_host:  # gloo could write the result again
+            return True
+        done: bool = self.work.wait(*args, **kwargs)
         _awaited.work = self
         _unawaited.discard(self)
         self.finish()
         return done
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         if is_completed := bool(self.work.is_completed()):
@@ -341,6 +343,12 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         return self.work.get_future().then(then)
 
 
+_UNCHANGED = [
+    name
+    for name in sorted({*dir(_Work)} - {*vars(_ObservedWork), "boxed", "unbox"})
+    if name[0] != "_" and callable(getattr(_Work, name))
+]
+"""The methods of an observed work that are those of the work."""
 _attached: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
 _works: WeakSet[_ObservedWork] = WeakSet()

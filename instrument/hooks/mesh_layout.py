@@ -117,7 +117,7 @@ class MeshLayout:
         self._declared = self._read(layers, declared or {})
         parsed = [each for entries in self._declared.values() for each in entries.values()]
         meshes = {id(style.mesh): style.mesh for style in styles.values()}
-        groups = [{*each.mesh.flatten().tolist()} for each in meshes.values()]
+        groups = [{*each.mesh.flatten().tolist()} for each in meshes.values()] + _groups_of_shards(layers)
         known = [{*style.mesh.mesh.flatten().tolist()} for style in self._styles.values()]
         names = {name for entry in parsed for name in entry}
         self._model = [
@@ -126,7 +126,8 @@ class MeshLayout:
             if dim.name in names
             or (dim.name not in data and len(dim.ranks) > 1 and any({*dim.ranks} <= group for group in groups))
         ]
-        # A style without layouts, such as that of experts, does not tell whether the processes have the same samples.
+        # A style without layouts, such as that of experts, does not tell whether the processes have the same samples. Shards without one,
+        # such as those of Transformers, do not either.
         self._has_unknown_dims = any(
             dim.name not in names and not any({*dim.ranks} <= group for group in known) for dim in self._model
         )
@@ -426,6 +427,22 @@ def style_of(module: nn.Module) -> Style | None:
         if (dim := getattr(placement, "dim", None)) is not None
     )
     return Style(mesh, inputs if is_even else {}, outputs if is_even else {}, is_even)
+
+
+def _groups_of_shards(layers: Iterable[Layer]) -> list[set[int]]:
+    """Return the ranks over which each parameter is divided; nothing for those of `fully_shard`, which gathers them before their use."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(layer.module, FSDPModule) for layer in layers):
+        return []
+    return [
+        {*dim.ranks}
+        for layer in layers
+        for _, parameter in layer.own_parameters()
+        if is_sharded(parameter)
+        for dim, placement in zip(mesh_dims(parameter.device_mesh), parameter.placements, strict=True)
+        if not placement.is_replicate()
+    ]
 
 
 def _style_cells(hooks: Mapping[int, Callable[..., Any]]) -> Iterator[tuple[DeviceMesh, Any]]:

@@ -31,6 +31,7 @@ from ..plan.tensor_checks import check_function_names, check_parameters
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..relations.exchange import has_processes
+from ..relations.replicas_equal import keeps_all_equal
 from ..rules.requirements import check_references, check_rules
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
@@ -269,7 +270,8 @@ def _ranks(
         return None
     parallel: Parallel = "own"
     problems = reduce_problems(budget, hooks) if reduce == "global" else []
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if wrappers and (mesh is not None or all(map(keeps_all_equal, wrappers))):
         parallel = "ddp"
     elif mesh is not None or any(map(is_sharded, model.parameters())):
         from torch.distributed.fsdp import FSDPModule

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from rank_results import print_results
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -136,6 +137,20 @@ def train_joined(hooks: Any, fault: int | None = None) -> tuple[list[float], Any
     return [norm.item() for norm in map(torch.norm, (each.grad for each in model.parameters()))], probe
 
 
+def train_locally() -> list[Any]:
+    """Train replicas that are not synchronized. Return the scope and the norm of a gradient in the rows, and the norm of this process."""
+    model: Any = create("ddp")
+    model.register_comm_hook(PostLocalSGDState(None, dist.new_subgroups(1)[0], 0), post_localSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"used": {**RECORD, "kind": "parameter_grad", "layers": "0"}}
+    with instrument.attach(model, hooks, optimizer=optimizer, reduce="global") as probe:
+        model(numbers(48).view(8, 6)).square().mean().backward()
+        expected = model.module[0].weight.grad.norm().item()
+        optimizer.step()
+        probe.end_step()
+    return [*probe.stats.query("path == 'weight'")[["scope", "l2"]].to_numpy().tolist(), expected]
+
+
 def messages_of_zeros(probe: Any) -> list[Any]:
     return probe.events.query("rule == 'zero_message'")[["step", "location"]].values.tolist()
 
@@ -234,6 +249,7 @@ def results() -> dict[str, Any]:
         "trainings": trainings(Path(sys.argv[1])),
         "changes": change_results(),
         "nested": nested(),
+        "local": train_locally(),
         "refused": refused(ranks=[0, 2]),
         "failing": failing(),
         "is_installed": installed(),

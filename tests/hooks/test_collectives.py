@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -168,6 +169,12 @@ def test_messages_of_join_are_no_lost_messages(of_ranks: list[dict[str, Any]]) -
     assert all(path.startswith("join.all_reduce.") for path in first["join"][1])
     assert first["join with a fault"] == []
     assert {step for step, _ in second["join with a fault"]} == {1}
+
+
+def test_replicas_without_synchronization_have_local_rows(of_ranks: list[dict[str, Any]]) -> None:
+    (first, one), (second, other) = (results["local"] for results in of_ranks)
+    assert [first, second] == [["local", pytest.approx(norm, rel=1e-6)] for norm in (one, other)]
+    assert one != other
 
 
 def test_change_of_what_is_sent_or_received(of_ranks: list[dict[str, Any]]) -> None:
@@ -348,11 +355,29 @@ def test_asynchronous_work_behaves_like_that_of_the_group() -> None:
         work: Any = dist.all_reduce(tensor, async_op=True)
         (value,) = work.get_future().wait()
         assert value.tolist() == [1.0] * 3
-        assert work.wait()
+        assert work.wait(timeout=timedelta(seconds=60))
         assert work.is_completed()
+        assert work.synchronize() is None
         assert work.result()[0].tolist() == [1.0] * 3
+        assert work.is_success()
+        with pytest.raises(RuntimeError, match="recv"):
+            work.source_rank()
         probe.end_step()
     assert probe.stats["numel"].tolist() == [3]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_changed_result_that_the_group_writes_at_each_wait() -> None:
+    outputs = [torch.zeros(2) for _ in range(2)]
+    fault = {"kind": "collective", "action": "scale", "factor": 10.0, "role": "output"}
+    with instrument.attach(nn.Identity(), {"fault": fault}) as probe:
+        dist.reduce_scatter_tensor(outputs[0], torch.ones(2))
+        work: Any = dist.reduce_scatter_tensor(outputs[1], torch.ones(2), async_op=True)
+        assert work.wait()
+        assert work.wait()
+        probe.end_step()
+    assert [each.tolist() for each in outputs] == [[10.0, 10.0]] * 2
 
 
 @pytest.mark.usefixtures("process_group")

@@ -16,7 +16,7 @@ from rank_results import results_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -237,6 +237,26 @@ def test_gradients_of_micro_batches_are_recorded_on_shards(six_processes: Device
     rows = probe.stats.set_index("path")
     assert rows["placement"].to_dict() == dict.fromkeys(["weight", "bias"], "partial,shard(0)")
     assert rows["l2"].to_dict() == pytest.approx({"weight": 5 * (6 * 8) ** 0.5, "bias": 5 * 6**0.5})
+
+
+class Gathered(nn.Module):
+    """A layer that gathers its parameter without a style, as those of Transformers do."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.eye(4), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.full_tensor()  # type: ignore[operator]
+
+
+def test_placement_is_unknown_if_no_style_describes_shards(six_processes: DeviceMesh) -> None:
+    model = nn.Sequential(Gathered(six_processes["tp"]), nn.Linear(4, 4))
+    hook = {"layers": "1", "kind": "forward", "action": "record"}
+    with pytest.warns(match="is not known"), instrument.attach(model, {"seen": hook}) as probe:
+        model(torch.ones(2, 4))
+        probe.end_step()
+    assert probe.stats["placement"].tolist() == ["shard(0),unknown"]
 
 
 def test_dtensor_for_a_plain_tensor_is_refused(six_processes: DeviceMesh) -> None:
