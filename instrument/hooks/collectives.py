@@ -28,6 +28,7 @@ from torch import Tensor
 from ..actions.record import Record
 from ..errors import ConfigError, Problem
 from ..fields.globs import matches
+from ..runtime.lazy_compiler import run_outside_of_graphs
 from ..runtime.own_operations import are_own_collectives, own_collectives
 from ..tables.reasons import AWAITED_LATER, NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
 from .attached_hook import AttachedHook
@@ -299,7 +300,7 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         super().__init__()
         self.work, self.lock = work, threading.Lock()
         self.call: _Call | None = call
-        self.is_on_host = call.device.type == "cpu"
+        self.is_on_host, self.has_waited = call.device.type == "cpu", False
         for name in _UNCHANGED:
             setattr(self, name, getattr(work, name))
         _works.add(self)
@@ -317,9 +318,10 @@ class _ObservedWork(_Work):  # type: ignore[misc]
                 self.call = None
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        if self.call is None and self.is_on_host:  # gloo could write the result again
+        if self.has_waited and self.is_on_host:  # gloo could write the result again
             return True
         done: bool = self.work.wait(*args, **kwargs)
+        self.has_waited = True
         _awaited.work = self
         _unawaited.discard(self)
         self.finish()
@@ -343,6 +345,8 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         return self.work.get_future().then(then)
 
 
+for _method in (_Kernel.__call__, _ObservedWork.wait, _ObservedWork.is_completed, _ObservedWork.finish):
+    run_outside_of_graphs(_method)  # DDP in a compiled model calls them outside of its graphs
 _UNCHANGED = [
     name
     for name in sorted({*dir(_Work)} - {*vars(_ObservedWork), "boxed", "unbox"})

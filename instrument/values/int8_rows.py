@@ -38,5 +38,6 @@ def rounded(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, torch.dt
     if dtype != torch.int8 or not tensor.is_floating_point():
         return tensor, dtype
     stored = int8_rows(tensor)
-    scales = stored[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    # A single row counts as contiguous, whatever its stride is.
+    scales = stored[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[:, SCALE_BYTES:].view(torch.int8) * scales).view(tensor.shape), None

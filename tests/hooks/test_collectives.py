@@ -380,6 +380,22 @@ def test_changed_result_that_the_group_writes_at_each_wait() -> None:
     assert [each.tolist() for each in outputs] == [[10.0, 10.0]] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("process_group")
+def test_hooks_are_not_compiled_with_the_model() -> None:
+    messages = []
+    for hook in ({"layers": "**", "kind": "parameter_grad_micro", "action": "record"}, GOT):
+        torch.compiler.reset()
+        model = torch.compile(nn.parallel.DistributedDataParallel(nn.Linear(3, 3)), backend="eager")
+        with instrument.attach(model, {"hook": hook}) as probe:
+            for _ in range(2):
+                model(torch.ones(2, 3)).sum().backward()
+                probe.end_step()
+        assert len(probe.stats)
+        messages.append(probe.events.query("rule == 'graph_break'")["message"].tolist())
+    assert messages[0] == messages[1]
+
+
 @pytest.mark.usefixtures("process_group")
 def test_selection_of_operations_and_paths() -> None:
     hooks = {
