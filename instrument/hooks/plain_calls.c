@@ -32,7 +32,7 @@
    if the tensor is not plain, or if the pass is recomputed and `records_recomputation` is false. `slots` has the slots of the rows, with
    a key (path, firing, class of the module).
 
-   Changing(slab, counts, clock, slots, module, change, finish, held, changes_recomputation)
+   Changing(slab, counts, clock, slots, module, further, at_boundary, changes_recomputation, change, finish, held)
 
    Called like a `Recording`, it returns what replaces the tensor, and adds a row with the effect. change(tensor, path, moment) returns what
    replaces the tensor, and the factor or None; None if the tensor is not plain. finish(tensor, new, factor, slot, path, firing) adds the row
@@ -275,35 +275,22 @@ typedef struct { /* also a Changing */
 HOLDER(recording, 9)
 
 static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *given[5]; /* slab, counts, clock, slots, module */
+    PyObject *given[7] = {NULL}, *held = Py_None; /* slab, counts, clock, slots, module, change, finish */
     int further, at_boundary, records_recomputation;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!O!OOOipp", slab_type, &given[0], counts_type, &given[1], &given[2], &given[3], &given[4],
-                          &further, &at_boundary, &records_recomputation))
+    if (!PyArg_ParseTuple(args, "OO!OOOipp|OOO", &given[0], counts_type, &given[1], &given[2], &given[3], &given[4], &further,
+                          &at_boundary, &records_recomputation, &given[5], &given[6], &held))
         return NULL;
-    Recording *self = (Recording *)new_holder(class, given, 5);
+    const int is_change = class == changing_type;
+    if (is_change != (given[6] != NULL) || (Py_TYPE(given[0]) != slab_type && !(is_change && given[0] == Py_None)))
+        return PyErr_Format(PyExc_TypeError, "expected a Slab, or None for a change, and the functions of a change only");
+    const double number = number_or_nan(held);
+    Recording *self = PyErr_Occurred() ? NULL : (Recording *)new_holder(class, given, is_change ? 7 : 5);
     if (self) {
+        self->held = number;
         self->further = further;
         self->at_boundary = at_boundary;
         self->records_recomputation = records_recomputation;
-    }
-    return (PyObject *)self;
-}
-
-static PyObject *changing_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *given[7], *held; /* slab, counts, clock, slots, module, change, finish */
-    int changes_recomputation;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!OOOOOOp", &given[0], counts_type, &given[1], &given[2], &given[3], &given[4], &given[5], &given[6],
-                          &held, &changes_recomputation))
-        return NULL;
-    if (given[0] != Py_None && Py_TYPE(given[0]) != slab_type)
-        return PyErr_Format(PyExc_TypeError, "the slab must be a Slab or None");
-    const double number = number_or_nan(held);
-    Recording *self = PyErr_Occurred() ? NULL : (Recording *)new_holder(class, given, 7);
-    if (self) {
-        self->held = number;
-        self->records_recomputation = changes_recomputation;
     }
     return (PyObject *)self;
 }
@@ -430,7 +417,7 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
 }
 
 static PyType_Slot recording_slots[] = {
-    {Py_tp_doc, "Adds a row with the statistics of a plain tensor."},
+    {Py_tp_doc, "Adds a row with the statistics of a plain tensor, or with the effect of its change."},
     {Py_tp_new, recording_new},
     {Py_tp_call, recording_call},
     {Py_tp_traverse, recording_traverse},
@@ -442,18 +429,8 @@ static PyType_Slot recording_slots[] = {
 static PyType_Spec recording_spec = {"instrument.stats.native.Recording", sizeof(Recording), 0,
                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, recording_slots};
 
-static PyType_Slot changing_slots[] = {
-    {Py_tp_doc, "Replaces a plain tensor, and adds a row with the effect."},
-    {Py_tp_new, changing_new},
-    {Py_tp_call, recording_call},
-    {Py_tp_traverse, recording_traverse},
-    {Py_tp_clear, recording_clear},
-    {Py_tp_dealloc, recording_free},
-    {0, NULL},
-};
-
 static PyType_Spec changing_spec = {"instrument.stats.native.Changing", sizeof(Recording), 0,
-                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, changing_slots};
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, recording_slots};
 
 /* ---------------------------------------------------------------------------------------------------------------- calls */
 

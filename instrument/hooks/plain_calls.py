@@ -262,10 +262,8 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct | None:
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)
 
-    is_repeated = attached.site.spec.definition.repeats
-    return Changing(
-        rows.slab_of(context, "effects"), attached, clock, slots, module, new_and_factor, finish, held, not is_repeated
-    )
+    slab, is_repeated = rows.slab_of(context, "effects"), attached.site.spec.definition.repeats
+    return Changing(slab, attached, clock, slots, module, 0, False, not is_repeated, new_and_factor, finish, held)
 
 
 def is_plain_float(tensor: object) -> bool:

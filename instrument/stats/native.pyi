@@ -88,18 +88,7 @@ class Recording:
     def __call__(self, tensor: Tensor, path: str, firing: Any, /) -> Tensor | None: ...
 
 class Changing:
-    def __init__(
-        self,
-        slab: Slab | None,
-        counts: FiringCounts,
-        clock: object,
-        slots: Mapping[Any, int],
-        module: object,
-        change: Callable[[Tensor, str, Any], tuple[Tensor, Any] | None],
-        finish: Callable[[Tensor, Tensor, Any, int, str, Any], None],
-        held: bool | None,
-        changes_recomputation: bool,
-    ) -> None: ...
+    def __init__(self, slab: Slab | None, *given: Any) -> None: ...  # the others of `Recording`, and further ones
     def __call__(self, tensor: Tensor, path: str, firing: Any, /) -> Tensor | None: ...
 
 class PlainCalls:

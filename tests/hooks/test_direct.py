@@ -673,7 +673,10 @@ def test_compiled_types_reject_other_objects() -> None:
         native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
     for given in ((counter, counts), (None, counter), (slab, counter)):
         with pytest.raises(TypeError):
-            native.Changing(*given, None, {}, None, print, print, None, False)
+            native.Changing(*given, None, {}, None, 0, False, False, print, print, None)
+    for cls, functions in ((native.Recording, (print, print)), (native.Changing, ())):
+        with pytest.raises(TypeError):
+            cls(slab, counts, None, {}, None, 0, False, False, *functions)
     for outputs, several, gradients in (((print,), (), ()), ((print,), (counter,), ()), ((), (), (print,))):
         with pytest.raises(TypeError):
             native.PlainCalls(None, counter, outputs, several, gradients, print)  # type: ignore[arg-type]
@@ -712,7 +715,8 @@ def test_slab_has_effects_with_an_ordinary_factor(with_slab: bool, factor: Any, 
     change = lambda tensor, path, moment: None if tensor.is_sparse else (2 * tensor, factor)  # noqa: E731
     finish = lambda *given: finished.append(given[2:])  # noqa: E731
     clock, given = SimpleNamespace(moment=moment), slab if with_slab else None
-    changing = native.Changing(given, native.FiringCounts(), clock, defaultdict(int), None, change, finish, True, False)
+    counts, slots = native.FiringCounts(), defaultdict(int)
+    changing = native.Changing(given, counts, clock, slots, None, 0, False, False, change, finish, True)
     tensor = torch.tensor([3.0, 4.0])
     new = changing(tensor, "path", FIRST_CALL)
     assert new is not None
