@@ -30,8 +30,10 @@ FAR = 1000
 """The number of steps without a problem after which the next one has another cause: the time constant of the second moment of Adam,
 1 / (1 - 0.999)."""
 PARTS: tuple[Part, ...] = get_args(Part)
-FORWARD, LOSS, BACKWARD, UPDATE = range(len(PARTS))
-PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE}
+FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION = range(
+    len(PARTS) + 1
+)  # an evaluation follows a step, and is a forward pass
+PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE, "eval": EVALUATION}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"
@@ -312,10 +314,11 @@ class _Timeline:
         """Return the part of a training step in which to look for the cause of a leading event.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
+        An evaluation after usual training steps has other data or another mode.
         """
         part, _ = self.position(event)
         is_later = self.onset(event) > 0 and not _is_of_program(event)
-        return PARTS[BACKWARD if part == UPDATE and is_later else part]
+        return PARTS[FORWARD if part == EVALUATION else BACKWARD if part == UPDATE and is_later else part]
 
     def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
         """Return the sort key of an event among those of its rule.
@@ -330,7 +333,7 @@ class _Timeline:
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
         leads: dict[_Key, _Key] = {}
-        for key in sorted(episode, key=lambda key: self._order(episode[key][0], episode.get((key[0], True), [])[:1])):
+        for key in sorted(episode, key=lambda key: self._order(episode[key][0])):
             stage, step = self._facts.get(key[0], NO_FACTS).stage, episode[key][0].step
             causes = CAUSES[stage] if stage else ()
             known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
@@ -338,16 +341,8 @@ class _Timeline:
             leads[key] = key if cause is None else leads[cause]
         return leads
 
-    def _order(self, event: RuleEvent, of_run: Sequence[RuleEvent]) -> tuple[int, int, bool, tuple[int, int]]:
-        """Return the sort key of a leading event. `of_run`: that of its rule about the run as a whole, if there is one.
-
-        A mean loss precedes an output that leaves its range after the first step: the layers have learned something else.
-        """
+    def _order(self, event: RuleEvent) -> tuple[int, int, bool, tuple[int, int]]:
+        """Return the sort key of a leading event."""
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
-        onset, position = self.onset(event), self.position(event)
-        is_learned = event.location is not None and onset > 0 and position[0] == FORWARD
-        for loss in of_run:
-            if is_learned and _is_of_mean_loss(loss) and self.onset(loss) <= event.step:
-                onset, position = max(onset, self.onset(loss)), (LOSS, 1)
-        return first, onset, not _is_of_program(event), position
+        return first, self.onset(event), not _is_of_program(event), self.position(event)

@@ -32,15 +32,14 @@ class FrozenLayers(Container[str]):
         return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
-def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[str, str]) -> list[Row]:
+def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[str, Mapping[str, str]]) -> list[Row]:
     """Return the rows of the `layers` table: one per module of the model.
 
     Args:
-        graph: The operators of the backward graphs of losses; see `LossOperators`.
+        graph: The operators of the backward graphs of losses by layer; see `LossOperators`.
     """
     rows: list[Row] = []
     settings = module_settings(plan.layers, optimizers)
-    settings[""] |= graph
     for layer in plan.layers:
         parameters = layer.counted_parameters()
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -50,7 +49,8 @@ def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[s
             for group in (parameters, trainable)
         )
         name = layer.name
-        rows.append((name, list(layer.aliases), layer.type, layer.depth, *sizes, hooks, settings[name]))
+        own = {**settings[name], **graph.get(name, {})}
+        rows.append((name, list(layer.aliases), layer.type, layer.depth, *sizes, hooks, own))
     return rows
 
 

@@ -174,7 +174,7 @@ class Probe(OwnedByProcess):
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
-        self._losses = LossOperators(plan.layers.model, self.clock)  # of the first step
+        self._losses = LossOperators(plan.layers, self.clock)  # of the first step
         self._step_started_at = time.perf_counter()
         check_optimizers(plan, self.optimizers)
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -28,7 +28,7 @@ MAX_KINDS = 8  # of the arguments of an operator that are listed
 # PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.
 MAX_NODES = 10_000
 MAX_GRAPHS = 8  # of the losses of a step
-FACTOR, LOSS, GRAPH = "loss.factor", "loss", "graph"
+FACTOR, LOSS, GRAPH, NO_GRAD = "loss.factor", "loss", "graph", "no_grad"
 # Operators between a parameter and the operator that uses it.
 VIEWS = frozenset(
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Expand", "ToCopy")
@@ -99,9 +99,9 @@ class LossOperators(HookGroup):
     Without such a call, it is the first loss of `note`, in which the numbers of Python are then missing.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock) -> None:
+    def __init__(self, layers: Layers, clock: Clock) -> None:
         super().__init__((), clock)
-        self._model = model
+        self._layers = layers
         self._noted: _Operators = Counter()
         self._graphs: list[_Operators] = []
 
@@ -114,42 +114,52 @@ class LossOperators(HookGroup):
     def note(self, loss: object) -> None:
         """Note a loss that the loop passes."""
         if isinstance(loss, Tensor) and not (self._noted or self._graphs):
-            self._noted, _ = _operators(loss)
+            self._noted, _ = _operators(loss, self._owners)
 
     def _on_backward(self, loss: Tensor) -> None:
         is_observed = self.clock.moment.phase == "train" and not (self.clock.closed or self._noted)
         if not is_observed or len(self._graphs) == MAX_GRAPHS:
             return
-        operators, parameters = _operators(loss)
-        own = {id(each) for each in self._model.parameters()}
-        if operators not in self._graphs and not own.isdisjoint(map(id, parameters)):
+        operators, parameters = _operators(loss, owners := self._owners)
+        if operators not in self._graphs and not owners.keys().isdisjoint(map(id, parameters)):
             self._graphs.append(operators)
 
     @property
-    def settings(self) -> dict[str, str]:
-        """How often each operator occurs, with its arguments that are numbers, and the numbers by which the program multiplies or divides.
+    def _owners(self) -> dict[int, str]:
+        """The name of the layer of each parameter by its id: the first one of a tied parameter, and the root of that of a new module."""
+        named = {id(each): layer.name for layer in [*self._layers][::-1] for _, each in layer.own_parameters()}
+        return {id(each): named.get(id(each), "") for each in self._layers.model.parameters()}
 
-        The operators after the last ones that use parameters are those of the loss, such as `loss.NllLossBackward0`. The others are
-        those of the model, such as `graph.AddmmBackward0`. Operators that multiply or divide the complete loss are apart, such as
+    @property
+    def settings(self) -> dict[str, dict[str, str]]:
+        """How often each operator occurs, by the layer to which it belongs, with its arguments that are numbers.
+
+        These are also the numbers by which the program multiplies or divides. The operators after the last ones that use parameters
+        are those of the loss, such as `loss.NllLossBackward0`, and belong to the root. The others are those of the model, such as
+        `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them. `no_grad.AddmmBackward0`
+        is how many of them have an input without a gradient. Operators that multiply or divide the complete loss are apart, such as
         `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss has a graph, or one
         has more than 10,000 nodes.
         """
-        kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for (name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
-            kinds[name][arguments] += count
-        texts: dict[str, str] = {}
-        for name, counts in sorted(kinds.items(), key=lambda kind: (kind[0].startswith(GRAPH), kind[0])):
+        kinds: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        for (layer, name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
+            kinds[layer, name][arguments] += count
+        texts: dict[str, dict[str, str]] = {}
+        parts = LOSS, GRAPH, NO_GRAD
+        for (layer, name), counts in sorted(
+            kinds.items(), key=lambda kind: (parts.index(kind[0][1].partition(".")[0]), kind[0])
+        ):
             listed = ", ".join(
                 f"{count}{arguments and f' ({arguments})'}" for arguments, count in sorted(counts.items())
             )
-            texts[name] = listed if len(counts) <= MAX_KINDS else str(counts.total())
+            texts.setdefault(layer, {})[name] = listed if len(counts) <= MAX_KINDS else str(counts.total())
         return texts
 
 
-_Operators = Counter[tuple[str, str]]  # how often operators occur, by their name and arguments
+_Operators = Counter[tuple[str, str, str]]  # how often operators occur, by their layer, name and arguments
 
 
-def _operators(loss: Tensor) -> tuple[_Operators, list[Tensor]]:
+def _operators(loss: Tensor, owners: Mapping[int, str]) -> tuple[_Operators, list[Tensor]]:
     """Return the operators of the backward graph of a loss, and the parameters in it; none of a graph that is too large."""
     names_of = cache(_names_of_arguments)  # not longer than this call: the class of a custom function can hold tensors
     users: dict[Node, list[Tensor]] = {}
@@ -159,11 +169,28 @@ def _operators(loss: Tensor) -> tuple[_Operators, list[Tensor]]:
     if max(len(of_loss), len(of_model)) > MAX_NODES:
         return operators, []
     factors = _factors(loss.grad_fn) - of_model
+    layers = _layers(of_model, owners)
     for part, nodes in ((FACTOR, factors), (LOSS, of_loss - of_model - factors), (GRAPH, of_model)):
         for node in nodes:
-            name = f"{part}.{node.name().rpartition('::')[2]}"
-            operators[name, _arguments(node, names_of(type(node)))] += 1
+            kind, layer = node.name().rpartition("::")[2], layers.get(node, "")
+            operators[layer, f"{part}.{kind}", _arguments(node, names_of(type(node)))] += 1
+            if part != FACTOR and any(each is None for each, _ in node.next_functions):
+                operators[layer, f"{NO_GRAD}.{kind}", ""] += 1
     return operators, [each for parameters in users.values() for each in parameters]
+
+
+def _layers(nodes: Set[Node], owners: Mapping[int, str]) -> dict[Node, str]:
+    """Return the layer of each operator: that whose parameter it uses, or of the operator that used one last before, of those on which
+    it depends. PyTorch numbers operators in the order in which they run."""
+    variables = {node: variable for node in nodes if (variable := _variable(node)) is not None}
+    places: dict[Node, tuple[int, str]] = {}  # the number of that operator, and its layer
+    numbers = {node: node._sequence_nr() for node in nodes if node not in variables}
+    for node, number in sorted(numbers.items(), key=lambda item: item[1]):
+        inputs = [each for each, _ in node.next_functions]
+        own = [(number, owners.get(id(variables[each]), "")) for each in inputs if each in variables]
+        places[node] = max([*own, *(places[each] for each in inputs if each in places)], default=(-1, ""))
+    of_variables = {node: owners.get(id(variable), "") for node, variable in variables.items()}
+    return {node: layer for node, (_, layer) in places.items()} | of_variables
 
 
 def _factors(node: Node | None) -> set[Node]:
@@ -196,6 +223,10 @@ def _parameter(node: Node) -> Tensor | None:
     """Return the parameter of a node, also of a view or a cast of one; None for another node."""
     while node.name() in VIEWS and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
+    return _variable(node)
+
+
+def _variable(node: Node) -> Tensor | None:
     return getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,10 +22,10 @@ from ..formatting import shorten
 from .reference_ranges import (
     FACTORS,
     FIRST_STEPS,
-    GRADIENTS,
     GRAPH_PARTS,
     MEAN_LOSS,
     METRICS,
+    NO_GRAD,
     STARTS,
     ModuleSettings,
     Reference,
@@ -116,6 +117,7 @@ NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repe
 OF_GRADIENTS = f"{OTHER_SETTING} of gradients"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
+FLAT = [f"{name}Backward0" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign")]  # their gradients are zero
 FLOOR = 1.25  # a smaller factor is not a difference
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
@@ -131,7 +133,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "settings, the code and the mode of this layer.",
         "loss": "The loss differs first: compare what the program computes from the outputs of its last layers, the targets, the order of "
         "the samples and the loss function; for a loss that is too low, also which samples there are, and what inputs and masks show of "
-        "the targets; for an evaluation, also its data and the mode of the model.",
+        "the targets.",
         "backward": "The gradients differ first, or updates do after the first one, with the usual settings of the optimizer: compare the "
         "targets, the order of the samples, the loss function, and what changes gradients, such as accumulation, clipping, scaling and "
         "detached tensors.",
@@ -228,18 +230,18 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         yield from self._compare("train", MEAN_LOSS, total / count, at, times, text)
 
     def _check_settings(self, settings: ModuleSettings, rows: StepRows) -> Iterator[Firing]:
-        """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out.
+        """Yield a firing for each module with other settings, the root last, and then for each with other operators.
 
-        Of more than 10 modules, the number of the others is reported. The number of parameters with a gradient is named first if it is
-        smaller although the layers are called, otherwise last.
+        Modules within a missing or a new one are left out. Of more than 10, the number of the others is reported.
         """
         healthy = self.reference.settings
-        # A loop that passes no loss with a graph has no settings of it.
-        left_out = () if has_graph(settings) and has_graph(healthy) else GRAPH_PARTS
+        # A loop that passes no loss with a graph has no operators.
+        has_operators = has_graph(settings) and has_graph(healthy)
+        is_detached = has_operators and self._is_detached(settings, rows)
         firings: list[Firing] = []
-        for layer in sorted(dict.fromkeys([*settings, *healthy]), key=lambda layer: not layer):
-            parent = layer.rpartition(".")[0]
-            if parent in settings and parent in healthy:
+        for is_of_graph in (False, True)[: 1 + has_operators]:
+            for layer in sorted(dict.fromkeys([*settings, *healthy]), key=lambda layer: not layer):
+                parent = layer.rpartition(".")[0]
                 own, known = settings.get(layer, {}), healthy.get(layer, {})
                 others = [
                     name for name in {**own, **known} if own.get(name) != known.get(name) and known.get(name, "new")
@@ -247,10 +249,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
                 left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
-                names = [name for name in others if not name.startswith(left_out) and name not in left]
-                if names:
-                    is_first = GRADIENTS in names and self._is_detached(own, known, rows)
-                    names.sort(key=lambda name, is_first=is_first: (name == GRADIENTS) != is_first)  # type: ignore[misc]
+                names = [name for name in others if name.startswith(GRAPH_PARTS) == is_of_graph and name not in left]
+                if names and parent in settings and parent in healthy:
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
                     also = [
                         f"{name} {own[name]} instead of {known[name]}" if own.get(name) and known.get(name) else name
@@ -259,24 +259,44 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                     more = f"; also {shorten(also, MAX_SETTINGS)}" if also else ""
                     text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{more}"
                     is_scale = all(name.startswith(FACTORS) for name in names) and self._has_usual_loss(rows)
-                    is_of_gradients = is_scale or names[0] == GRADIENTS
-                    what = OF_GRADIENTS if is_of_gradients else OTHER_SETTING
+                    what = OF_GRADIENTS if is_scale or (is_detached and is_of_graph) else OTHER_SETTING
                     firings.append(Firing(text, float(len(names)), what=what, layer=layer or None))
-        of_modules = sum(firing.layer is not None for firing in firings)
-        yield from firings[: min(of_modules, MAX_MODULES)]
-        if (count := of_modules - MAX_MODULES) > 0:
-            yield Firing(f"{count} other modules, too", float(count), what=OTHER_SETTING)
-        yield from firings[of_modules:]
+        left_out = [firing for firing in firings if firing.layer is not None][MAX_MODULES:]
+        for firing in firings:
+            if firing not in left_out:
+                yield firing
+            elif firing is left_out[0]:
+                count = len(left_out)
+                yield Firing(f"{count} other modules, too", float(count), what=OTHER_SETTING)
 
-    def _is_detached(self, own: Mapping[str, str | None], known: Mapping[str, str | None], rows: StepRows) -> bool:
-        """Return whether fewer parameters get a gradient, although each output that the healthy runs recorded is there."""
-        count, usual = (int(texts.get(GRADIENTS) or 0) for texts in (own, known))
+    def _is_detached(self, settings: ModuleSettings, rows: StepRows) -> bool:
+        """Return whether graphs differ in what is detached or rounded, and each output that the healthy runs recorded is there.
+
+        A detached tensor is an input without a gradient of the operator that uses it, and what computes it is not in the graph.
+        """
+        healthy = self.reference.settings
+        operators: Counter[str] = Counter()  # how many more there are than in the healthy runs
+        without_gradient: Counter[tuple[str, str]] = Counter()  # the same at each layer
+        for layer in {**settings, **healthy}:
+            own, known = settings.get(layer, {}), healthy.get(layer, {})
+            for name in {**own, **known}:
+                if name.startswith(GRAPH_PARTS) and (usual := known.get(name, "0")) is not None:
+                    change, kind = _count(own.get(name, "0")) - _count(usual), name.rpartition(".")[2]
+                    if name.startswith(NO_GRAD):
+                        without_gradient[layer, kind] = change
+                    else:
+                        operators[kind] += change
+        signs = {change > 0 for change in operators.values() if change}
         expected = {
             key
             for key, at in self.reference.index.items()
             if key[2:4] == ("forward", "output") and np.isfinite(self._high[at, :, self._phase]).any()
         }
-        return count < usual and bool(expected) and expected <= {*map(key_of, rows.layout.locations)}
+        is_flat = any(operators[kind] > 0 for kind in FLAT)
+        is_other_input = len(signs) == 1 and any(
+            (change < 0) in signs for change in without_gradient.values() if change
+        )
+        return (is_flat or is_other_input) and bool(expected) and expected <= {*map(key_of, rows.layout.locations)}
 
     def _has_usual_loss(self, rows: StepRows) -> bool:
         """Return whether the loss is within its range."""
@@ -397,6 +417,11 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             raise ConfigError(Problem(f"rules.{self.spec.name}.from", message, list(self.spec.from_), fix=fix))
         super().load_state_dict(state)
         self._has_read = state["has_read"]
+
+
+def _count(listed: str) -> int:
+    """Return the number of operators, without their arguments, such as 3 of `1, 2 (dim=0)`."""
+    return sum(map(int, re.sub(r" \([^)]*\)", "", listed).split(", ")))
 
 
 def _are_near(rate: str | None, usual: str | None) -> bool:

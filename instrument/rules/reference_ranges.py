@@ -26,10 +26,10 @@ RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
 """The statistics and metrics that are never negative and not fractions."""
 ModuleSettings = Mapping[str, Mapping[str, str]]
 """The settings of each module by its name; see the column `settings` of the table `layers`."""
-GRAPH_PARTS = ("loss.", "graph.")
-"""The beginnings of the settings of the root that are operators of the backward graph of the loss: after the model, and of it."""
-GRADIENTS = "graph.AccumulateGrad"
-"""The setting of the root that is the number of the parameters that get a gradient of a loss."""
+NO_GRAD = "no_grad."
+"""The beginning of the settings that are the number of the operators that have an input without a gradient."""
+GRAPH_PARTS = ("loss.", "graph.", NO_GRAD)
+"""The beginnings of the settings that are operators of the backward graph of the loss: after the model, of it, and of both."""
 FACTORS = "loss.factor."
 """The beginning of the settings of the root that multiply or divide a complete loss: if its value is usual, they scale only gradients."""
 METADATA = b"instrument_reference"
@@ -162,7 +162,7 @@ def setting_name(layer: str, name: str) -> str:
 
 
 def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:
-    return any(name.startswith(GRAPH_PARTS) for name in settings.get("", ()))
+    return any(name.startswith(GRAPH_PARTS) for own in settings.values() for name in own)
 
 
 def key_of(location: Location) -> tuple[str, ...]:

@@ -349,10 +349,11 @@ for _table in (
             trainable | int64 | elements | trainable elements among them
             hooks | list<string> | | hooks that match it
             settings | map<string, string> | | at the end of the first step: its public attributes that are numbers, names or
-                functions; dtype and shape of its parameters, and the optimizer of each (`none` or `frozen` without one); in the row
-                of the root also the settings of the optimizers, such as `optimizer.lr`, and the number of each operator of the
-                backward graphs with its arguments and the number by which it multiplies or divides: after the model, such as
-                `loss.NllLossBackward0`, and of the model, such as `graph.AddmmBackward0`
+                functions; dtype and shape of its parameters, and the optimizer of each (`none` or `frozen` without one); the
+                number of each operator of the backward graphs that uses its parameters, or follows it, with its arguments and the
+                number by which it multiplies or divides, such as `graph.AddmmBackward0`, and how many have an input without a
+                gradient, such as `no_grad.AddmmBackward0`; in the row of the root also the settings of the optimizers, such as
+                `optimizer.lr`, and the operators after the last layers, such as `loss.NllLossBackward0`
             """
         ),
     ),

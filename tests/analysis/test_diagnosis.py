@@ -121,14 +121,24 @@ def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> No
     assert findings_of(events[:1], rules, {}, LAYERS)[0].advice == RULES["reference"].advice_in["loss"]
 
 
-@pytest.mark.parametrize(("step", "leads"), [(26, True), (25, False)])
-def test_mean_loss_follows_gradients_that_left_the_reference_before_it(step: int, leads: bool) -> None:
+@pytest.mark.parametrize(
+    ("role", "part", "step", "leads"),
+    [
+        ("grad_output", "backward", 26, True),
+        ("grad_output", "backward", 25, False),
+        ("output", "forward", 27, True),
+        ("output", "forward", 26, False),
+    ],
+)
+def test_mean_loss_follows_tensors_that_left_the_reference_before_it(
+    role: str, part: Part, step: int, leads: bool
+) -> None:
     """The mean loss is outside in steps 12 to 15 and 16 to 22, so from step 16 on, and the layer from 10 steps before its event on."""
     rules = {"reference": {"from": "file.parquet", "for": 2}}
     message = "outside of the reference: at step 23: mean_loss 9, above 2; 1 to 1.5 in 3 healthy runs, steps 16 to 22"
     mean = RuleEvent("reference", 23, message, "warning", None, None, 9.0, 2.0)
-    first, _ = findings_of([mean, event("reference", step, "linear0 grad_output")], rules, EVERY_10, LAYERS)
-    assert first.advice == RULES["reference"].advice_in["loss" if leads else "backward"]
+    first, _ = findings_of([mean, event("reference", step, f"linear0 {role}")], rules, EVERY_10, LAYERS)
+    assert first.advice == RULES["reference"].advice_in["loss" if leads else part]
     lr = RuleEvent(
         "reference", 24 if leads else 23, message.replace("mean_loss", "lr"), "warning", None, None, 9.0, 2.0
     )
@@ -138,27 +148,8 @@ def test_mean_loss_follows_gradients_that_left_the_reference_before_it(step: int
     )
 
 
-def mean_loss(step: int, value: float) -> RuleEvent:
-    message = f"outside of the reference: at step {step}: mean_loss {value:g}, outside of 2; 2 to 2 in 3 healthy runs, steps 6 to 7"
-    return RuleEvent("reference", step, message, "warning", None, None, value, 2.0)
-
-
-@pytest.mark.parametrize("value", [9.0, 1.0])
-@pytest.mark.parametrize(("step", "output_step", "leads"), [
-    (16, 20, True),  # the loss is outside in steps 8 to 11 and 12 to 15, the output in steps 10 and 20
-    (8, 10, False),  # the output is outside from the first step on
-    (32, 20, False),  # the loss is outside after the output
-])  # fmt: skip
-def test_mean_loss_precedes_outputs_that_change_later(step: int, value: float, output_step: int, leads: bool) -> None:
-    rules = {"reference": {"from": "file.parquet"}}
-    events = [event("reference", output_step, "act0 output"), mean_loss(step, value)]
-    first, _ = findings_of(events, rules, EVERY_10, LAYERS)
-    assert first.where == ("training" if leads else "act0 output (hook)")
-    assert first.advice == RULES["reference"].advice_in["loss" if leads else "forward"]
-
-
 @pytest.mark.parametrize(
-    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
+    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "forward")]
 )
 def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part) -> None:
     message = f"outside of the reference: at step 20: {metric} 9, above 2; 1 to 1.5 in 3 healthy runs"

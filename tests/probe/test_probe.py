@@ -24,8 +24,11 @@ from instrument import AlreadyAttachedError, MemorySink, Probe
 from instrument.actions.base import StepContext
 from instrument.config.parse import parse_hooks
 from instrument.hooks.clock import Clock
+from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
+from instrument.plan.modules import Layers
 from instrument.probe.program_settings import LossOperators
+from instrument.rules.reference_ranges import GRAPH_PARTS
 from instrument.tables.reasons import NEVER_DUE
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
@@ -174,19 +177,30 @@ class _Stack(nn.Module):
         return x[:, -2:].select(1, 0)
 
 
+OF_LAYER = {"graph.AccumulateGrad": "1", "graph.MmBackward0": "1", "graph.TBackward0": "1"}
 OPERATORS = {
-    "loss.ExpBackward0": "1",
-    "loss.LogSoftmaxBackward0": "1 (dim=1)",
-    "loss.NllLossBackward0": "1 (ignore_index=-7, reduction=1)",
-    "loss.ReluBackward0": "1",
-    "loss.SelectBackward0": "1 (dim=1, index=0)",
-    "loss.SliceBackward0": "1 (dim=1, end=9223372036854775807, start=-2, step=1)",
-    "loss.UnsqueezeBackward0": "1 (dim=0)",
-    "graph.AccumulateGrad": "3",
-    "graph.MmBackward0": "3",
-    "graph.ReluBackward0": "2",
-    "graph.TBackward0": "3",
+    "": {
+        "loss.ExpBackward0": "1",
+        "loss.LogSoftmaxBackward0": "1 (dim=1)",
+        "loss.NllLossBackward0": "1 (ignore_index=-7, reduction=1)",
+        "loss.ReluBackward0": "1",
+        "loss.SelectBackward0": "1 (dim=1, index=0)",
+        "loss.SliceBackward0": "1 (dim=1, end=9223372036854775807, start=-2, step=1)",
+        "loss.UnsqueezeBackward0": "1 (dim=0)",
+    },
+    "layers.0": {**OF_LAYER, "graph.ReluBackward0": "1", "no_grad.MmBackward0": "1"},
+    "layers.1": {**OF_LAYER, "graph.ReluBackward0": "1"},
+    "layers.2": OF_LAYER,
 }
+
+
+def _operators_of(probe: AttachedProbe) -> dict[str, dict[str, str]]:
+    rows = zip(probe.layers["layer"], probe.layers["settings"], strict=True)
+    found = {
+        layer: {name: text for name, text in settings.items() if name.startswith(GRAPH_PARTS)}
+        for layer, settings in rows
+    }
+    return {layer: operators for layer, operators in found.items() if operators}
 
 
 @pytest.mark.parametrize("passes", ["loss", "detached", "nothing"])
@@ -203,7 +217,7 @@ def test_layers_have_the_operators_of_the_first_loss(passes: str, calls: str) ->
                 torch.autograd.grad(loss, [*model.parameters()])
             probe.end_step(loss={"loss": loss, "detached": loss.detach()}.get(passes))
     expected = OPERATORS if calls == "backward" or passes == "loss" else {}
-    assert probe.layers["settings"][0] == expected
+    assert _operators_of(probe) == expected
 
 
 tells_numbers = pytest.mark.skipif(
@@ -286,9 +300,9 @@ def test_operators_of_a_loss_keep_no_class() -> None:
     weight = torch.ones(2, requires_grad=True)
     function = type("Function", (_Double,), {"table": torch.ones(3)})
     table = weakref.ref(function.table)
-    losses = LossOperators(nn.Linear(1, 1), Clock(StepContext(0, 0, 0, "train")))
+    losses = LossOperators(Layers.of(nn.Linear(1, 1)), Clock(StepContext(0, 0, 0, "train")))
     losses.note(function.apply(weight * 2).mean([-1]))
-    assert losses.settings["loss.MeanBackward1"] == "1 (dim=[-1], keepdim=False)"
+    assert losses.settings[""]["loss.MeanBackward1"] == "1 (dim=[-1], keepdim=False)"
     del function
     gc.collect()
     assert table() is None
@@ -297,8 +311,9 @@ def test_operators_of_a_loss_keep_no_class() -> None:
 def test_operators_of_a_very_deep_loss_are_left_out() -> None:
     code = """
 import torch
+from instrument.plan.modules import Layers
 from instrument.probe.program_settings import LossOperators
-losses = LossOperators(torch.nn.Linear(1, 1), None)
+losses = LossOperators(Layers.of(torch.nn.Linear(1, 1)), None)
 loss = torch.ones(1, requires_grad=True)
 for _ in range(200_000):
     loss = loss + 1

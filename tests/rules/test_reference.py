@@ -590,17 +590,25 @@ class _Branches(nn.Module):
         if self._how == "left out":
             return self.left(x)
         right = self.right(x)
-        return self.left(x) + (right.detach() if self._how == "detached" else right)
+        if self._how == "unused":
+            return self.left(x)
+        change = {"detached": torch.Tensor.detach, "rounded": torch.round}.get(self._how)
+        return self.left(x) + (right if change is None else change(right))
 
 
-@pytest.mark.parametrize(("how", "first", "part"), [
-    ("detached", "graph.AccumulateGrad 2; 4", "backward"),
-    ("left out", "graph.AddmmBackward0 1 (alpha=1, beta=1); 2 (alpha=1, beta=1)", "forward"),
+@pytest.mark.parametrize(("usual", "how", "first", "part"), [
+    ("", "detached", "right.graph.AccumulateGrad missing; 2", "backward"),
+    ("detached", "", "right.graph.AccumulateGrad 2; missing", "backward"),
+    ("", "rounded", "loss.RoundBackward0 1; missing", "backward"),
+    ("", "unused", "right.graph.AccumulateGrad missing; 2", "forward"),
+    ("", "left out", "right.graph.AccumulateGrad missing; 2", "forward"),
 ])  # fmt: skip
-def test_layers_without_gradients_are_detached_or_not_called(tmp_path: Path, how: str, first: str, part: Part) -> None:
+def test_layers_without_gradients_are_detached_or_not_used(
+    tmp_path: Path, usual: str, how: str, first: str, part: Part
+) -> None:
     for seed in range(2):
         torch.manual_seed(seed)
-        train_steps(_Branches(""), HOOKS, torch.randn(4, 16, 4), out=tmp_path / str(seed), rules=None)
+        train_steps(_Branches(usual), HOOKS, torch.randn(4, 16, 4), out=tmp_path / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
     with pytest.warns(instrument.InstrumentWarning, match="other setting( of gradients)?: at step 0"):
         probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 16, 4), rules=rules)
