@@ -79,7 +79,13 @@ def mnist(split: str, root: str, download: bool = True) -> Images:
 def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
     """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothing, float32 [1, 28, 28].
 
-    The arguments and errors are those of `mnist`.
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
     return _images(_torchvision("FashionMNIST", split, root, download), ((0.2860,), (0.3530,)))
 
@@ -87,7 +93,13 @@ def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
 def cifar10(split: str, root: str, download: bool = True) -> Images:
     """Load CIFAR-10: 50,000 training and 10,000 test colour photographs, float32 [3, 32, 32].
 
-    The arguments and errors are those of `mnist`.
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
     stats = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     return _images(_torchvision("CIFAR10", split, root, download), stats)
