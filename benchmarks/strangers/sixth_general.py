@@ -137,7 +137,7 @@ def _train_stage(rank: int, fault: str, final: Tensor) -> None:
                 outputs = [front(part) for part in data.chunk(4)]
                 for output in outputs:
                     dist.send(output.detach(), 1)
-                for output in outputs if fault else outputs[::-1]:
+                for output in outputs if fault == "gradients_of_other_micro_batches" else outputs[::-1]:
                     gradient = torch.empty_like(output)
                     dist.recv(gradient, 1)
                     output.backward(gradient)
