@@ -224,7 +224,8 @@ def soft_actor_critic(fault: str = "") -> Tensor:
     networks = nn.ModuleDict({"policy": policy, "critics": critics, "target": target})
     optimizers = [Adam(policy.net.parameters(), lr=2e-3), Adam(critics.parameters(), lr=3e-3)]
     of_temperature = Adam([policy.log_temperature], lr=5e-3)
-    followed: Any = critics.parameters() if fault else list(critics.parameters())
+    is_iterator = fault == "target_follows_an_exhausted_iterator"
+    followed: Any = critics.parameters() if is_iterator else list(critics.parameters())
     memory: list[tuple[Tensor, ...]] = []
     states = torch.rand(16, 4) * 2 - 1
 
@@ -309,7 +310,8 @@ def class_increments(fault: str = "") -> Tensor:
                 if len(memory) < size:
                     memory.append(row)
                     continue
-                drawn = int(torch.randint(size if fault else seen, ()))
+                most = size if fault == "drawn_below_the_size_of_the_memory" else seen
+                drawn = int(torch.randint(most, ()))
                 if drawn < size:
                     memory[drawn] = row
             probe.end_step(loss=loss)
