@@ -29,7 +29,7 @@ from ..tables.kinds import KINDS
 from ..tables.reasons import is_incomplete
 from ..tables.schemas import TABLES
 from .config_comparison import hooks_of, rules_of
-from .diagnosis import SEVERITIES, Finding, findings_of
+from .diagnosis import SEVERITIES, TRAINING, Finding, findings_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .frames import plain_labels
 from .rule_events import rule_events
@@ -55,7 +55,7 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     evaluates &= not has_rules
     events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
     judged = findings_of(events, rules, run.info, layers_of(run))
-    others = [*_loss(run), *_gradients(run), *not_fired(run), *_interventions(run)]
+    others = [*_loss(run), *_gradients(run), *not_trained(run), *not_fired(run), *_interventions(run)]
     return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -108,6 +108,16 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         where = location_label(name, row["role"], row["hook"], row["phase"])
         tensor = {name: row[name] for name in ("layer", "hook", "role")}
         yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
+
+
+def not_trained(run: RunTables) -> Iterator[Finding]:
+    """Yield what the optimizer does not hold: the model, or a new module."""
+    is_of_optimizer = (ds.field("rule") == "optimizer") & (ds.field("severity") == "warning")
+    rows = (
+        row for batch in run.scan("events", ["step", "layer", "message"], is_of_optimizer) for row in batch.to_pylist()
+    )
+    for step, layer, message in dict.fromkeys(tuple(row.values()) for row in rows):  # all ranks write it
+        yield Finding("not trained", layer or TRAINING, step, message, "warning", layer=layer)
 
 
 def not_fired(run: RunTables) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from instrument.analysis.config_comparison import rules_of
 from instrument.analysis.diagnosis import Finding, diagnoses, findings_of
-from instrument.analysis.findings import layers_of, not_fired, recorded_events
+from instrument.analysis.findings import layers_of, not_fired, not_trained, recorded_events
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
 from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
@@ -40,15 +40,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwise: str = "no rule fired") -> int:
-    """Print the findings of the rules, and the hooks that did not fire. Return the exit code."""
+    """Print the findings of the rules, what is not trained, and the hooks that did not fire. Return the exit code."""
+    others = [*not_trained(run), *not_fired(run)]
     if as_json:
-        print_json([*fired, *not_fired(run)])
+        print_json([*fired, *others])
         return FIRED if fired else 0
     for diagnosis in diagnoses(fired):
         _print(diagnosis.lead)
         for finding in diagnosis.consequences:
             print(f"{finding.severity:<8} consequence: {_line(finding)}")
-    for finding in not_fired(run):
+    for finding in others:
         _print(finding)
     found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
     print(f"{found} in {run.path}")

@@ -237,6 +237,14 @@ def _plain_items(value: object, location: str, ancestors: frozenset[int] = froze
         yield from _plain_items(item, f"{location}[{key!r}]", ancestors | {id(value)})
 
 
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by their layer names, without wrappers (DDP, `torch.compile`, checkpoint)."""
+    names: dict[nn.Module, str] = {}
+    for name, module in _walk(model, "", set()):
+        names.setdefault(module, name)
+    return {name: module for module, name in names.items()}
+
+
 def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
     classes = {cls.__name__ for cls in type(module).__mro__}

@@ -30,6 +30,6 @@ class DoubleSoftmax(Relation):
 
 def layer_of(training: Training, operation: str) -> str:
     """Return the name of the module that computes the output: the last one, or the only one of its type; empty if it is unknown."""
-    parts = [(name, type(part)) for name, part in training.model.named_modules() if not any(part.children())]
+    parts = [(name, type(part)) for name, part in training.modules.items() if not any(part.children())]
     names = [name for name, kind in parts if kind is _MODULES[operation]]
     return names[-1] if names and (len(names) == 1 or names[-1] == parts[-1][0]) else ""

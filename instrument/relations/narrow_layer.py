@@ -23,7 +23,7 @@ class NarrowLayer(Relation):
     _times = 0
 
     def attach(self) -> None:
-        parts = self.training.model.named_modules()
+        parts = self.training.modules.items()
         self._layers = [name for name, part in parts if isinstance(part, nn.Linear) and part.out_features == 1]
 
     def check(self) -> Iterator[Checked]:

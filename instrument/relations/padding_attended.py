@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..values.nested import iter_tensors
 from .padding_in_loss import leading, repeated_end
@@ -31,12 +29,11 @@ class PaddingAttended(Relation):
             yield from results
 
     def _check_mask(self, call: ModelCall) -> Iterator[Checked]:
-        model, given = self.training.model, call.tensors
-        model = model.module if isinstance(model, DistributedDataParallel) else model
+        model, given, signature = self.training.modules[""], call.tensors, self.training.signature
         pad, ids = getattr(getattr(model, "config", None), "pad_token_id", None), given.get("input_ids")
         if not isinstance(pad, int) or ids is None or ids.ndim != 2:
             return
-        if "attention_mask" not in inspect.signature(model.forward).parameters:
+        if signature is None or "attention_mask" not in signature.parameters:
             return
         padded = _ends(ids == pad)
         mask = given.get("attention_mask", torch.ones_like(ids))

@@ -27,9 +27,9 @@ class PositionsDiffer(Relation):
                 yield Checked(True, ids.shape[-1], "position_ids differ")
 
     def _layer(self) -> str:
-        for name, part in self.training.model.named_modules():
+        for name, part in self.training.modules.items():
             kind = type(part).__name__.lower()
             last = name.rpartition(".")[2].lower()
             if "rotary" in kind or "position" in kind or last == "wpe" or "position" in last:
-                return str(name)
+                return name
         return ""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
+from ..plan.modules import named_modules
 from ..values.nested import iter_tensors
 from .observations import (
     AccumulatedGradient,
@@ -135,16 +136,15 @@ class Training:
     @cached_property
     def signature(self) -> inspect.Signature | None:
         """The signature of the model; None for functions in C, which have none."""
-        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         try:
-            return inspect.signature(model.forward)
+            return inspect.signature(self.modules[""].forward)
         except (TypeError, ValueError):
             return None
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
-        """The modules of the model by name, in this step."""
-        return dict(self.model.named_modules())
+        """The modules of the model by layer name, in this step, without wrappers."""
+        return named_modules(self.model)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..plan.modules import named_modules
 from .relation import RELATIONS, Checked, Relation, all_parameters
 
 
@@ -17,14 +18,14 @@ class TiedWeights(Relation):
 
     def attach(self) -> None:
         names: dict[tuple[object, ...], list[str]] = {}
-        for name, parameter in all_parameters(self.training.model.named_modules()):
+        for name, parameter in all_parameters(named_modules(self.training.model).items()):
             names.setdefault(_memory(parameter), []).append(name)
         self._tied = [several for several in names.values() if len(several) > 1]
 
     def check(self) -> Iterator[Checked]:
-        parameters = dict(all_parameters(self.training.model.named_modules())) if self._tied else {}
+        parameters = dict(all_parameters(named_modules(self.training.model).items())) if self._tied else {}
         tied = [[(name, parameters[name]) for name in names if name in parameters] for names in self._tied]
-        tied += _declared(self.training.model)
+        tied += _declared(self.training.model, self.training.parameters)
         count = 0
         for (first, reference), *others in filter(None, tied):
             for name, parameter in others:
@@ -46,14 +47,14 @@ def _memory(parameter: Tensor) -> tuple[object, ...]:
     return parameter.device, parameter.data_ptr(), parameter.shape, parameter.stride()
 
 
-def _declared(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+def _declared(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the weights of both embeddings of a model of transformers that declares them tied."""
     config, get = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
     is_declared = getattr(config, "tie_word_embeddings", False) is True and getattr(model, "_tied_weights_keys", None)
     if get is None or not is_declared:
         return []
     weights = {id(getattr(each, "weight", None)) for each in (model.get_input_embeddings(), get())}  # type: ignore[operator]
-    found = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in weights]
+    found = [(name, parameter) for name, parameter in parameters.items() if id(parameter) in weights]
     return [found] if len(found) == 2 and found[0][1].shape == found[1][1].shape else []
 
 

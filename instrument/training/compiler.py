@@ -79,7 +79,7 @@ def place_of_hooks(plan: HookPlan) -> str:
     on_modules = {name: spec for name, spec in plan.specs.items() if spec.definition.family == "module"}
     outside = {name: obstacle for name, spec in on_modules.items() if (obstacle := graph_obstacle(spec)) is not None}
     inside = len(on_modules) - len(outside)
-    text = f"compiled: {inside} hook{'s' * (inside != 1)} inside graphs"
+    text = f"{inside} hook{'s' * (inside != 1)} inside graphs"
     reasons = "; ".join(f"hook {name!r} breaks them: {obstacle.reason}" for name, obstacle in outside.items())
     return f"{text}; {reasons}" if outside else text
 

@@ -44,6 +44,18 @@ def names_of(run: instrument.Run) -> list[str]:
     return [finding.what for finding in findings(run)]
 
 
+def test_new_module_without_an_optimizer_is_a_finding(made: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"step": 4, "layer": "head", "rule": "optimizer", "message": "the optimizer does not hold weight"}
+    events = [{**event, "severity": "warning", "rank": rank} for rank in range(2)]
+    run = made(events=[*events, {**event, "severity": "info"}])
+    expected = Finding("not trained", "head", 4, event["message"], "warning", layer="head")
+    assert findings(run) == [expected]
+    assert main([str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith(
+        "warning  not trained: step 4: head: the optimizer does not hold weight\n"
+    )
+
+
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "tables",
@@ -273,4 +285,4 @@ def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatc
     assert names_of(run) == ["largest gradient norm", "changed"]
     assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects", "events", "layers"}
     assert max(count for _, count in scanned) <= 15
-    assert len(scanned) == 8, "the statistics and metrics are read twice, the other tables once"
+    assert len(scanned) == 9, "the statistics, metrics and events are read twice, the other tables once"

@@ -647,6 +647,14 @@ def test_forgotten_head_is_reported() -> None:
     assert [(row["step"], row["layer"], row["path"]) for row in found] == [(3, "4", "weight"), (3, "4", "bias")]
 
 
+def test_layer_of_a_compiled_model_has_its_name_in_the_tables() -> None:
+    model = network(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model[:4].parameters(), lr=0.1)
+    probe = train(torch.compile(model, backend="eager"), optimizer)  # type: ignore[arg-type]
+    found = rows(probe, "parameters_follow_gradients", holds=False)
+    assert {row["layer"] for row in found} == {"4"} <= {*probe.layers["layer"]}
+
+
 def test_parameter_that_was_replaced_is_reported() -> None:
     model = network()
     optimizer = sgd(model)

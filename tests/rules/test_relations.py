@@ -409,6 +409,8 @@ FAULTS = [
     ("padding_attended", bert, partial(sentence_loss, mask_of=lambda text: None), 13.0),
     ("padding_attended", bert, partial(sentence_loss, mask_of=lambda text: (text == 0).long()), 13.0),
     ("padding_attended", Encoder, partial(encoder_loss, inverted=True), 40.0),
+    ("padding_attended", lambda: torch.compile(Encoder(), backend="eager"), partial(encoder_loss, inverted=True), 40.0),
+    ("padding_attended", lambda: torch.compile(bert(), backend="eager"), sentence_loss, 13.0),
     ("labels_shifted", lambda: Transformer(is_causal=False), denoising_loss, None),
 ]
 
@@ -573,14 +575,13 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     (text,) = found["communicating"]
     assert "it communicates with other processes (c10d.allreduce_" in text
     # Without the bias before the batch normalization, which has a gradient of zero.
-    names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
-    differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
+    names = ("0.weight", "1.bias", "1.weight", "3.bias", "3.weight")
+    differing = [["replicas_equal", False, *name.split(".")] for name in names]
     assert found["not_synchronized"] == differing
-    inside = [["replicas_equal", False, *name.split(".")[1:]] for name in names]
-    assert found["past_the_wrapper"] == [verified[0], *inside]
+    assert found["past_the_wrapper"] == [verified[0], *differing]
     assert found["by_hand"] == verified[1:]
-    assert found["corrupted"] == [*inside, verified[1]]
-    assert ["replicas_equal", False, "module.3", "bias"] in found["swapped_elements"]
+    assert found["corrupted"] == [*differing, verified[1]]
+    assert ["replicas_equal", False, "3", "bias"] in found["swapped_elements"]
     assert {row[2] for row in found["other_starts"]} == {"0", "3"}
     assert found["independent"] == found["without_loss"] == []
     assert found["healthy_fingerprints"] == found["averaged_fingerprints"] == []
