@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -205,8 +206,8 @@ class HookSet:
 class ModuleWatch(HookGroup):
     """Reports hooked modules that are replaced, also as a part of another module. Hooks on their parameters and buffers stop then.
 
-    New modules whose parameters no optimizer holds are reported, too. It checks this before each optimizer step and at the end of each
-    training step.
+    New parameters of new modules that no optimizer holds are reported, too. It checks this before each optimizer step and at the end
+    of each training step.
     """
 
     def __init__(
@@ -247,10 +248,11 @@ class ModuleWatch(HookGroup):
             self.check()
 
     def check(self) -> None:
-        found = (*map(dict.get, self._parents, self._keys),)
-        if found == self._children and not self._has_gone:  # in each step: without a loop in Python
+        found = [*map(dict.get, self._parents, self._keys)]
+        if not (any(map(is_not, found, self._children)) or self._has_gone):  # in each step: without a loop in Python
             return
-        gone = [child for child, each in zip(self._children, found, strict=True) if each is not child]
+        replaced = [(old, new) for old, new in zip(self._children, found, strict=True) if new is not old]
+        gone = [old for old, _ in replaced]
         self._has_gone = bool(gone)
         present = {*self.model.modules()}
         removed = {part for module in gone for part in module.modules()} - present
@@ -264,16 +266,18 @@ class ModuleWatch(HookGroup):
             message = f"hook{'s' * (len(names) > 1)} {', '.join(map(repr, names))} on {layer.label}: {REPLACED}"
             self.event("replaced", message, layer=layer.name)
         if unreported:
-            self._report_untrained([pair for pair in zip(self._children, found, strict=True) if pair[0] in gone])
+            self._report_untrained(replaced)
 
     def _report_untrained(self, replaced: Sequence[tuple[nn.Module, nn.Module | None]]) -> None:
         """Report new modules with parameters that no optimizer holds, if one holds those of the replaced modules."""
         held = {key for optimizer in self.optimizers for key in parameter_ids(optimizer)}
         names = {module: name for name, module in self.model.named_modules()}
         for old, new in replaced:
-            if new is None or new not in names or held.isdisjoint(map(id, old.parameters())):
+            known = {*map(id, old.parameters())}
+            if new is None or new not in names or held.isdisjoint(known):
                 continue
-            left = [name for name, each in new.named_parameters() if each.requires_grad and id(each) not in held]
+            known |= held
+            left = [name for name, each in new.named_parameters() if each.requires_grad and id(each) not in known]
             if left:
                 message = (
                     f"the optimizer does not hold {shorten(left)} of the new module {names[new]}, so its steps do not change "

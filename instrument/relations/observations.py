@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
-from ..hooks.clock import Clock
+from ..hooks.clock import Clock, graph_task
 from ..runtime.lazy_compiler import has_compiled
 from ..stats.fingerprint import fingerprint
 from ..values.nested import iter_tensors
@@ -352,8 +352,11 @@ class AccumulatedGradient:
         return [self.parameter.register_hook(before), self.parameter.register_post_accumulate_grad_hook(self._after)]
 
     def release(self) -> None:
-        """Drop the dictionary of the removed hook, unless it has others or a graph may depend on it: each backward pass would read it."""
-        if not (self.parameter._backward_hooks or has_compiled()):
+        """Drop the dictionary of the removed hook, which each backward pass would read.
+
+        It stays if it has other hooks, if a graph may depend on it, or in a backward pass, in which PyTorch may be reading it.
+        """
+        if not (self.parameter._backward_hooks or has_compiled() or graph_task() >= 0):
             self.parameter._backward_hooks = None
 
     def _before(self, gradient: Tensor) -> None:  # noqa: ARG002

@@ -178,6 +178,26 @@ def test_new_head_without_an_optimizer_is_reported_at_once(is_held: bool) -> Non
     assert all("weight, bias of the new module 2" in row["message"] for row in found)
 
 
+class Like(nn.Sequential):
+    """A block that compares its parts, as programs may define it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Like) and len(self) == len(other)
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_new_block_that_equals_the_old_one_is_reported_without_the_parameters_of_the_old_one() -> None:
+    block = Like(nn.Linear(1, 1), nn.Linear(1, 1))
+    model = nn.Sequential(nn.Linear(3, 1), block)
+    optimizer = torch.optim.SGD([*model[0].parameters(), *block[0].parameters()], lr=0.1)
+    with instrument.attach(model, {"seen": record("forward", "1")}, optimizer=optimizer) as probe:
+        model[1] = Like(*block)
+        probe.end_step()
+    found = [(row["rule"], row["layer"]) for row in probe.sink.records("events")]
+    assert [each for each in found if each[0] != "coverage"] == [("replaced", "1")]
+
+
 def test_parameter_rows_end_with_the_wrapper_of_their_module() -> None:
     model, batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

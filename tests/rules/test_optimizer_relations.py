@@ -951,6 +951,23 @@ def test_losses_and_gradients_are_observed_in_checked_steps_only(monkeypatch: py
     assert torch._C._nn.cross_entropy_loss is function
 
 
+def test_hooks_of_a_parameter_stay_in_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would read the memory of hooks that are freed while one of them runs."""
+    monkeypatch.setattr("instrument.relations.observations.has_compiled", lambda: False)
+    model, kept = network(), []
+    with attached(model, sgd(model)) as probe:
+        (observed,) = (each for each in model.parameters() if each._backward_hooks)
+
+        def stop(gradient: Tensor) -> None:
+            handle.remove()
+            probe.detach()
+            kept.append(observed._backward_hooks)
+
+        handle = observed.register_hook(stop)
+        loss_of(model, BATCHES[0]).backward()
+    assert kept == [{}]
+
+
 @pytest.mark.slow
 def test_compiled_model_is_not_compiled_again_for_checked_steps() -> None:
     from torch._dynamo.testing import CompileCounter
