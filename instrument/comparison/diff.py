@@ -24,7 +24,7 @@ from ..analysis.rule_events import settings_of
 from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
-from ..rules.reference_ranges import GRAPH_PARTS, has_graph, setting_name
+from ..rules.reference_ranges import has_graph, is_of_graph, setting_name
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
 from .alignment import LOCATION, in_execution_order, paired_hooks, paired_locations, recorded, renamed_layers
@@ -261,7 +261,7 @@ def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
     """Return the settings, versions and devices that differ; see `Diff.settings`."""
     known: list[dict[str, str]] = []
     of_modules = settings_of(one), settings_of(other)
-    left_out = () if all(map(has_graph, of_modules)) else GRAPH_PARTS  # as in the rule `reference`
+    has_operators = all(map(has_graph, of_modules))  # as in the rule `reference`
     common = [layer for layer in of_modules[0] if layer in of_modules[1]]
     for info, own in zip((one.info, other.info), of_modules, strict=True):
         training = training_of(0, info)
@@ -270,7 +270,7 @@ def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
         settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
         flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}
         parts = [(layer, name, text) for layer in common for name, text in own[layer].items()]
-        of_layers = {setting_name(at, name): text for at, name, text in parts if not name.startswith(left_out)}
+        of_layers = {setting_name(at, name): text for at, name, text in parts if has_operators or not is_of_graph(name)}
         known.append(flat | {key: str(value) for key, value in settings.items()} | of_layers)
     keys = dict.fromkeys([*known[0], *known[1]])
     pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}

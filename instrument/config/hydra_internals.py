@@ -300,7 +300,7 @@ def check_options(arguments: Sequence[str]) -> None:
     """
     known = get_args_parser()._option_string_actions
     for name in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
-        if name not in known:
+        if name not in (*known, "--"):
             fix = "write settings without dashes, as KEY=VALUE, such as train.steps=5 or +exp=NAME"
             raise ConfigError(Problem(name, "unknown option", fix=fix))
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,11 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except (InstantiationException, SystemExit) as error:
         cause = error.__cause__
-        if isinstance(cause, TypeError) and (texts := _texts_for_numbers(target, where)):
+        if (
+            isinstance(cause, TypeError)
+            and re.search(r"\bstr\b", str(cause))
+            and (texts := _texts_for_numbers(target, where))
+        ):
             raise ConfigError(*texts) from error
         message = f"{target.target} could not be built: {_reason(cause or error)}"
         arguments = ", ".join(f"{key}: {value}" for key, value in target.to_config().items())
@@ -94,7 +99,7 @@ def _texts_for_numbers(target: Target, where: str) -> list[Problem]:
     return [
         Problem(f"{where}.{name}", "must be a number", given)
         for name, given in texts
-        if name in parameters and isinstance(parameters[name].default, int | float)
+        if name in parameters and type(parameters[name].default) in (int, float)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from operator import is_not
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +236,7 @@ class ModuleWatch(HookGroup):
                 watched.add(parent)
                 slots += found
         self._parents, self._keys, self._children = [*zip(*slots, strict=True)] or [()] * 3
-        self._has_gone = False
+        self._gone: dict[nn.Module, nn.Module | None] = {}  # and the new ones
 
     def attach(self) -> None:
         if self._children and any(attached.frequency == "step" for attached in self.attached_hooks):
@@ -248,12 +248,11 @@ class ModuleWatch(HookGroup):
             self.check()
 
     def check(self) -> None:
-        found = [*map(dict.get, self._parents, self._keys)]
-        if not (any(map(is_not, found, self._children)) or self._has_gone):  # in each step: without a loop in Python
+        found = (*map(dict.get, self._parents, self._keys),)
+        earlier = self._gone
+        if all(map(is_, found, self._children)) and not earlier:  # in each step: without a loop in Python
             return
-        replaced = [(old, new) for old, new in zip(self._children, found, strict=True) if new is not old]
-        gone = [old for old, _ in replaced]
-        self._has_gone = bool(gone)
+        self._gone = gone = {old: new for old, new in zip(self._children, found, strict=True) if new is not old}
         present = {*self.model.modules()}
         removed = {part for module in gone for part in module.modules()} - present
         for attached in self.attached_hooks:
@@ -266,7 +265,7 @@ class ModuleWatch(HookGroup):
             message = f"hook{'s' * (len(names) > 1)} {', '.join(map(repr, names))} on {layer.label}: {REPLACED}"
             self.event("replaced", message, layer=layer.name)
         if unreported:
-            self._report_untrained(replaced)
+            self._report_untrained([(old, new) for old, new in gone.items() if old not in earlier])
 
     def _report_untrained(self, replaced: Sequence[tuple[nn.Module, nn.Module | None]]) -> None:
         """Report new modules with parameters that no optimizer holds, if one holds those of the replaced modules."""

@@ -22,7 +22,6 @@ from ..formatting import shorten
 from .reference_ranges import (
     FACTORS,
     FIRST_STEPS,
-    GRAPH_PARTS,
     MEAN_LOSS,
     METRICS,
     NO_GRAD,
@@ -30,6 +29,7 @@ from .reference_ranges import (
     ModuleSettings,
     Reference,
     has_graph,
+    is_of_graph,
     key_of,
     phase_of,
     setting_name,
@@ -239,7 +239,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         has_operators = has_graph(settings) and has_graph(healthy)
         is_detached = has_operators and self._is_detached(settings, rows)
         firings: list[Firing] = []
-        for is_of_graph in (False, True)[: 1 + has_operators]:
+        for compares_graph in (False, True)[: 1 + has_operators]:
             for layer in sorted(dict.fromkeys([*settings, *healthy]), key=lambda layer: not layer):
                 parent = layer.rpartition(".")[0]
                 own, known = settings.get(layer, {}), healthy.get(layer, {})
@@ -249,7 +249,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
                 left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
-                names = [name for name in others if name.startswith(GRAPH_PARTS) == is_of_graph and name not in left]
+                names = [name for name in others if is_of_graph(name) == compares_graph and name not in left]
                 if names and parent in settings and parent in healthy:
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
                     also = [
@@ -259,7 +259,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                     more = f"; also {shorten(also, MAX_SETTINGS)}" if also else ""
                     text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{more}"
                     is_scale = all(name.startswith(FACTORS) for name in names) and self._has_usual_loss(rows)
-                    what = OF_GRADIENTS if is_scale or (is_detached and is_of_graph) else OTHER_SETTING
+                    what = OF_GRADIENTS if is_scale or (is_detached and compares_graph) else OTHER_SETTING
                     firings.append(Firing(text, float(len(names)), what=what, layer=layer or None))
         left_out = [firing for firing in firings if firing.layer is not None][MAX_MODULES:]
         for firing in firings:
@@ -280,7 +280,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         for layer in {**settings, **healthy}:
             own, known = settings.get(layer, {}), healthy.get(layer, {})
             for name in {**own, **known}:
-                if name.startswith(GRAPH_PARTS) and (usual := known.get(name, "0")) is not None:
+                if is_of_graph(name) and (usual := known.get(name, "0")) is not None:
                     change, kind = _count(own.get(name, "0")) - _count(usual), name.rpartition(".")[2]
                     if name.startswith(NO_GRAD):
                         without_gradient[layer, kind] = change

@@ -161,8 +161,13 @@ def setting_name(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer else name
 
 
+def is_of_graph(name: str) -> bool:
+    """Return whether a setting is an operator, and not the optimizer of a parameter whose name is `graph` or `loss`."""
+    return name.startswith(GRAPH_PARTS) and not name.endswith(".optimizer")
+
+
 def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:
-    return any(name.startswith(GRAPH_PARTS) for own in settings.values() for name in own)
+    return any(is_of_graph(name) for own in settings.values() for name in own)
 
 
 def key_of(location: Location) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from transformer_zoo import LOOKED_AT, NanoGPT
 
 from instrument import ConfigError
 from instrument.config.experiment import RunConfig
+from instrument.fields.field_types import Target
 from instrument.fields.targets import build
 from instrument.plan.hook_plan import make_plan
 from instrument.tasks import Outcome
@@ -350,3 +351,11 @@ def test_mlp_infers_its_first_size_from_the_data() -> None:
     assert (type(experiment.model.layers[0][0]), first.shape) == (nn.Linear, (128, 64))  # type: ignore[index,union-attr]
     with pytest.raises(ConfigError, match="only the first size, that of the input, may be null"):
         prepare(config_of("model=mlp", "model.sizes=[64,null,10]", "data=digits"))
+
+
+def test_text_for_a_number_is_not_the_reason_of_another_error() -> None:
+    """A convolution takes `padding: same`, although its default is a number."""
+    convolution = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "kernel_size": 3, "padding": "same"}
+    assert build(Target.model_validate({**convolution, "out_channels": 2}), "model").padding == "same"
+    with pytest.raises(ConfigError, match=r"model: torch\.nn\.Conv2d could not be built: .*'out_channels'"):
+        build(Target.model_validate(convolution), "model")

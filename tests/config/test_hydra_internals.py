@@ -334,7 +334,7 @@ def test_private_parts_of_hydra_have_the_expected_form() -> None:
 
 def test_abbreviated_options_are_refused() -> None:
     """The parser of Hydra takes `--exp` for `--experimental-rerun`."""
-    check_options(["-m", "--cfg", "job", "--config-dir=conf", "+exp=--exp"])
+    check_options(["-m", "--cfg", "job", "--config-dir=conf", "--", "+exp=--exp"])
     for arguments in (["--exp", "mnist_hooks"], ["-m", "--exp=mnist_hooks"]):
         with pytest.raises(ConfigError, match=r"--exp: unknown option\n.*without dashes"):
             check_options(arguments)

@@ -158,24 +158,32 @@ def test_parameter_rows_end_with_their_module(replaced: str) -> None:
     assert {row["cause"] for row in probe.coverage() if row["fired"] == 2} == {REPLACED}
 
 
+class _Equal(nn.Linear):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, nn.Linear)
+
+    __hash__ = nn.Linear.__hash__
+
+
 @pytest.mark.parametrize("is_held", [False, True])
-def test_new_head_without_an_optimizer_is_reported_at_once(is_held: bool) -> None:
+def test_new_modules_without_an_optimizer_are_reported_at_once(is_held: bool) -> None:
     """Its rows and its layers are not needed: also after steps in which no relation is checked."""
     model, batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instrument.attach(model, {"seen": record("forward", "**")}, optimizer=optimizer) as probe:
-        for step in range(7):
-            if step == 6:
-                model[2] = nn.Linear(4, 1)
+        for step in range(8):
+            if step > 5:
+                index, new = (2, _Equal(4, 1)) if step == 6 else (0, _Equal(3, 4))
+                model[index] = new
                 if is_held:
-                    optimizer.add_param_group({"params": model[2].parameters()})
+                    optimizer.add_param_group({"params": new.parameters()})
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
             probe.end_step()
     found = [row for row in probe.sink.records("events") if row["rule"] == "optimizer"]
-    assert [(row["step"], row["layer"]) for row in found] == ([] if is_held else [(6, "2")])
-    assert all("weight, bias of the new module 2" in row["message"] for row in found)
+    assert [(row["step"], row["layer"]) for row in found] == ([] if is_held else [(6, "2"), (7, "0")])
+    assert all(f"weight, bias of the new module {row['layer']}," in row["message"] for row in found)
 
 
 class Like(nn.Sequential):

@@ -584,6 +584,7 @@ class _Branches(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.graph = nn.Parameter(torch.zeros(2))  # also the name of operators
         self._how = how  # not a setting
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
