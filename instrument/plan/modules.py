@@ -239,10 +239,10 @@ def _plain_items(value: object, location: str, ancestors: frozenset[int] = froze
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by their layer names, without wrappers (DDP, `torch.compile`, checkpoint)."""
-    names: dict[nn.Module, str] = {}
+    named: dict[int, tuple[str, nn.Module]] = {}  # by identity: a proxy of a module has no hash
     for name, module in _walk(model, "", set()):
-        names.setdefault(module, name)
-    return {name: module for module, name in names.items()}
+        named.setdefault(id(module), (name, module))
+    return dict(named.values())
 
 
 def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -57,9 +57,7 @@ def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> 
     }
     assert torch.equal(compiled(batch), baseline)
     messages = {row["rule"]: row["message"] for row in probe.sink.records("events")}
-    assert messages == {
-        "compiled": "the model was already compiled; it is compiled again: 2 hooks inside graphs"
-    }
+    assert messages == {"compiled": "the model was already compiled; it is compiled again: 2 hooks inside graphs"}
 
 
 @pytest.mark.slow
