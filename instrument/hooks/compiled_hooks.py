@@ -24,6 +24,7 @@ from ..values.nested import join_arguments, split_arguments
 from .attached_hook import AttachedHook
 from .clock import FiringIndex
 from .compiled_operators import (
+    SEPARATOR,
     GraphCall,
     Stage,
     begin_call,
@@ -236,7 +237,10 @@ class GraphHooks:
     def run(
         self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
     ) -> tuple[Tensor, list[bool]]:
-        """Run the hooks of a stage on a tensor. Return the tensor that replaces it, and which hooks acted."""
+        """Run the hooks of a stage on a tensor. Return the tensor that replaces it, and which hooks acted.
+
+        Each hook gets the first of the paths that it selects.
+        """
         acted = [False] * len(self._stages[stage])
         if self.clock.closed:
             return value, acted
@@ -248,15 +252,17 @@ class GraphHooks:
             self._arrived[stage, index, path] += 1
         with self.clock.timer or nullcontext():
             for index, attached in enumerate(self._stages[stage]):
-                is_scheduled = attached.is_scheduled and attached.accepts(value, path) and attached.acts_in(firing.call)
-                if not is_scheduled or (firing.recompute and attached.is_record_hook):
+                own = next((each for each in path.split(SEPARATOR) if attached.matches_path(each)), None)
+                if own is None or not (attached.is_scheduled and (is_gradient or attached.accepts(value, own))):
                     continue
-                new = None if attached.direct is None else attached.direct(value, path, firing)
+                if not attached.acts_in(firing.call) or (firing.recompute and attached.is_record_hook):
+                    continue
+                new = None if attached.direct is None else attached.direct(value, own, firing)
                 if new is None:
                     if (reason := unreadable(value)) is not None:
                         attached.count_miss(reason)
                         continue
-                    new = attached.fire(value, path, firing, value=owner)
+                    new = attached.fire(value, own, firing, value=owner)
                 at = call.micro_step_index, firing.call, firing.backward if firing.call == UNKNOWN_CALL else 0
                 if not firing.recompute and self._fired.get(attached) != at:
                     self._fired[attached] = at

@@ -54,6 +54,7 @@ for _schema in _SCHEMAS:
     LIBRARY.define(_schema, tags=TAGS)
 OPERATORS: Any = torch.ops.instrument
 _MAX_INTERVENTIONS = 64  # interventions of one stage
+SEPARATOR = "\n"  # between the paths of one tensor
 with torch.inference_mode(False):  # the order of the operators in forward and in backward passes; never written
     _FORWARD, _BACKWARD = [torch.zeros(1, dtype=torch.int64, device="cpu")], torch.zeros(1, device="cpu")
 
@@ -250,11 +251,19 @@ def traced_call(
             elif leaf.is_floating_point():
                 leaves[at], is_changed = _Change.apply(leaf, call, token, number, paths[at]), True
     if gradient_stages and torch.is_grad_enabled():
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                is_shared = shared is None or leaf._base is not None or any(leaf is each for each in shared)
-                leaves[at] = _Gradient.apply(leaf, call, token, gradient_stages, paths[at], is_shared)
-                is_changed = True
+        given = [*leaves]
+        bases = [leaf._base for leaf in given if isinstance(leaf, Tensor)]
+        for at, leaf in enumerate(given):
+            if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                continue
+            # An output at several paths stays one tensor, which other code may modify. Inputs have a gradient for each path.
+            places = [at] if shared is None else [index for index, each in enumerate(given) if each is leaf]
+            if places[0] < at:
+                leaves[at] = leaves[places[0]]
+                continue
+            is_shared = shared is None or leaf._base is not None or any(leaf is each for each in (*shared, *bases))
+            path = SEPARATOR.join([paths[index] for index in places])
+            leaves[at], is_changed = _Gradient.apply(leaf, call, token, gradient_stages, path, is_shared), True
     return tree_unflatten(leaves, structure) if is_changed else None
 
 

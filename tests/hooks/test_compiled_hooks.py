@@ -318,6 +318,52 @@ def test_hooks_act_on_gradients_of_results_of_a_graph_that_share_memory(change: 
     assert len(probe.effects) == len(eager.effects) == 2 * STEPS
 
 
+def returns_twice(*, as_view: bool) -> nn.Module:
+    """Return a model that modifies one of two outputs of a module in place, and reads the other one: the same tensor, or a view of it."""
+
+    def twice(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = layer(x)
+        return hidden, hidden.view(-1) if as_view else hidden
+
+    def forward(twice: nn.Module, last: nn.Module, x: Tensor) -> Tensor:
+        one, other = twice(x)
+        one += 1.0
+        return last(other.view(-1, WIDTH))
+
+    return Calls(forward, twice=Calls(twice, layer=nn.Linear(WIDTH, WIDTH)), last=nn.Linear(WIDTH, WIDTH))
+
+
+def test_a_tensor_that_a_module_returns_twice_stays_one_tensor() -> None:
+    torch.manual_seed(0)
+    model = returns_twice(as_view=False)
+    plain, bare = copy.deepcopy(model), copy.deepcopy(model)
+    assert len([*steps_of(bare)]) == STEPS
+    specs = {**GRADIENTS, "second": keep("full_backward", "twice", role="grad_output", path="1")}
+    eager, probe = train(plain, plain, specs), train(model, compiled(model), specs)
+    assert_equal(model.parameters(), bare.parameters())
+    assert probe.coverage() == eager.coverage()
+    found, expected = tensors_by(probe, *KEY), tensors_by(eager, *KEY)
+    assert found.keys() == expected.keys()
+    assert_close((found[key] for key in expected), expected.values(), rtol=0, atol=0)
+    other = returns_twice(as_view=True)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        train(other, compiled(other), GRADIENTS)
+
+
+def test_interventions_act_on_complex_gradients() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        parts = {"layer": nn.Linear(WIDTH, WIDTH), "spectrum": Calls(torch.fft.fft)}
+        return Calls(lambda layer, spectrum, x: spectrum(layer(x)).abs(), **parts)
+
+    one, plain = model(), model()
+    specs = {"half": scale("full_backward_pre", 0.5, "spectrum")}
+    eager, probe = train(plain, plain, specs), train(one, compiled(one), specs)
+    assert_close(one.parameters(), plain.parameters(), rtol=1e-6, atol=1e-7)
+    assert probe.coverage() == eager.coverage()
+    assert len(probe.effects) == len(eager.effects) == STEPS
+
+
 def test_blocks_that_reentrant_checkpointing_recomputes_have_known_calls() -> None:
     torch.manual_seed(0)
     model = Calls(lambda block, x: checkpoint(block, x, use_reentrant=True), block=layers())
