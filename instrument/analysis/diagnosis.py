@@ -30,9 +30,8 @@ FAR = 1000
 """The number of steps without a problem after which the next one has another cause: the time constant of the second moment of Adam,
 1 / (1 - 0.999)."""
 PARTS: tuple[Part, ...] = get_args(Part)
-FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION = range(
-    len(PARTS) + 1
-)  # an evaluation follows a step, and is a forward pass
+# An evaluation follows a step, and is a forward pass.
+FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION = range(len(PARTS) + 1)
 PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE, "eval": EVALUATION}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
