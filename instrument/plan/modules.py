@@ -215,10 +215,12 @@ class Layers:
                 for location, item in _plain_items(value, owner):
                     if isinstance(item, nn.Module) and id(item) not in known:
                         known.add(id(item))
+                        # Keras registers the parameters of its layers in another module.
+                        is_held = self.parameter_names.keys() >= {*map(id, item.parameters())}
+                        lost = "" if is_held else "its parameters are not trained, moved or saved, and "
                         message = (
                             f"{location} ({type(item).__name__}) is in a plain Python list or dict, where PyTorch does not find "
-                            "it: its parameters are not trained, moved or saved, and no glob matches it; use nn.ModuleList or "
-                            "nn.ModuleDict"
+                            f"it: {lost}no glob matches it; use nn.ModuleList or nn.ModuleDict"
                         )
                         messages.append((location, message))
         return messages

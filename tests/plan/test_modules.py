@@ -160,6 +160,9 @@ def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
         "inner.extra[0] (Sigmoid)",
     ]
     assert [location for location, _ in hidden][:3] == ["blocks[0]", "blocks[1]", "heads['a']"]
+    model.held = nn.ParameterList(model.blocks[0].parameters())  # as Keras registers them
+    hidden = Layers.of(model).hidden_messages()
+    assert ["not trained" in message for _, message in hidden[:3]] == [False, True, False]
 
 
 @pytest.mark.parametrize("model", [Block(), Shared(), keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])
