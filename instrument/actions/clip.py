@@ -134,8 +134,12 @@ class Clip:
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
+        if spec.norm is not None and spec.norm_scope == "all":
+            assert self.total_factor is not None, "scope all requires a call of prepare first"
+            return tensor * self.total_factor.to(tensor.device, tensor.dtype), self.total_factor
         if spec.norm is not None:
-            return self._clip_norm(tensor, spec.norm)
+            clipped, factor = clip_norm(tensor, spec.norm, ord=spec.ord, per_sample=spec.norm_scope == "sample")
+            return clipped, factor if factor.dim() == 0 else None
         if spec.quantile is not None:
             return clip_quantile(tensor, spec.quantile), None
         if spec.ratio is not None:
@@ -143,10 +147,3 @@ class Clip:
             return clip_ratio(tensor, context.value, spec.ratio), None
         low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
         return clip_values(tensor, low, high), None
-
-    def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
-        if self.spec.norm_scope == "all":
-            assert self.total_factor is not None, "scope all requires a call of prepare first"
-            return tensor * self.total_factor.to(tensor.device, tensor.dtype), self.total_factor
-        clipped, factor = clip_norm(tensor, bound, ord=self.spec.ord, per_sample=self.spec.norm_scope == "sample")
-        return clipped, factor if factor.dim() == 0 else None

@@ -20,6 +20,7 @@ from numpy.lib.format import open_memmap
 
 from ..config.base import parse_slice
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from ..formatting import shorten
 from ..storage.blocks import READING_THREADS, read_in_threads
 from ..storage.run_files import RunFiles
 from ..tables.kinds import KINDS
@@ -29,7 +30,6 @@ from .raw_tensors import RawTensors
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 Numbers = int | Collection[int] | None
-MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
 BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
@@ -205,10 +205,9 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
     return rows.sort_values(selection.key, kind="stable", ignore_index=True)
 
 
-def shown(values: Sequence[Any]) -> list[str]:
+def shown(values: Sequence[Any]) -> str:
     """Return values as text for a message; the first ones if there are many."""
-    texts = [repr(value) if value == "" else str(value) for value in values]
-    return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"... ({len(texts)})"]
+    return shorten([repr(value) if value == "" else str(value) for value in values])
 
 
 def samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
@@ -298,7 +297,7 @@ def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tup
         counts = samples["step"].groupby(ids, sort=not are_names).nunique()
         for name in counts.index[counts > 1][:1].tolist():
             steps = sorted(samples["step"][ids == name].unique().tolist())
-            message = f"the samples occur in several steps: sample {name!r} in steps {', '.join(shown(steps))}"
+            message = f"the samples occur in several steps: sample {name!r} in steps {shown(steps)}"
             known = sorted(samples["step"].unique().tolist())
             fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
             raise ConfigError(Problem("step", message, selection.step, shown(known), fix=fix))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..actions.base import Archive, Context
 from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..storage.run_search import NoRunError
 from ..tables.kinds import KINDS
-from .features import MAX_SHOWN
 from .load import Run, load
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
@@ -118,7 +118,7 @@ class RunArchive(Archive):
                 raise ConfigError(Problem(f"{where}.{field}", str(error), run, "the folder of a run")) from None
             if earlier_run.folders != [earlier_run.path]:
                 message = "this folder contains runs, but is not the folder of a run"
-                allowed = [str(folder) for folder in earlier_run.folders[:MAX_SHOWN]]
+                allowed = shorten([str(folder) for folder in earlier_run.folders])
                 raise ConfigError(Problem(f"{where}.{field}", message, run, allowed))
             self._runs[run] = earlier_run
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())

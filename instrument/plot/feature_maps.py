@@ -112,7 +112,10 @@ def _draw_figure(
     aspects = [max(height / width for height, width in of_row) for of_row in shapes]
     column = width_or((WIDTH + 0.9) * len(rows[0])) / len(rows[0]) - 0.9
     heights = [min(TALLEST, max(SHORTEST, column * aspect)) for aspect in aspects]
-    images = [_image(column, all_maps, sample) for column in zip(*rows, strict=True)]
+    images = []
+    for column_maps in zip(*rows, strict=True):
+        image = next((image_of(one, all_maps, sample) for one in column_maps if one is not None), None)
+        images.append(None if image is None or image[0] in column_maps else image)
     above = [IMAGE] if any(images) else []
     room = sum(above) + sum(heights) + 0.6 * (len(above) + len(heights)) + 0.4
     size = len(above) + len(rows), len(images)
@@ -152,14 +155,6 @@ def _values(one: TensorMaps, run: Run | pd.DataFrame, sample: int) -> np.ndarray
     except IndexError:
         message = f"sample: {one.location} has {one.shape[0]} samples at step {one.batch.step}, numbered from 0; given {sample}"
         raise InstrumentError(message) from None
-
-
-def _image(
-    column: Sequence[TensorMaps | None], all_maps: list[TensorMaps], sample: int
-) -> tuple[TensorMaps, int] | None:
-    """Return the image that the maps of a column were computed from, as `image_of`."""
-    image = next((image_of(one, all_maps, sample) for one in column if one is not None), None)
-    return None if image is None or image[0] in column else image
 
 
 def cut(values: np.ndarray) -> np.ndarray:

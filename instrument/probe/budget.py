@@ -201,7 +201,10 @@ class Budget:
     def _keep_bytes(self, allowed: int, done: int) -> bool:
         total = sum(self._bytes_of(attached) for attached in self.record_hooks)
         remaining_steps = HORIZON * done if self.steps is None else max(0, self.steps - done)
-        expected_bytes = {each: self._bytes_a_step(each, done) * remaining_steps for each in self.record_hooks}
+        expected_bytes = {}
+        for each in self.record_hooks:  # at their current rate
+            a_firing = self._bytes_of(each) / max(1, self._firings[each] + self.timer.firings[each])
+            expected_bytes[each] = a_firing * each.scheduled_count / max(1, done) / each.subsampling * remaining_steps
         reason = f"{total:,.0f} bytes are recorded, the budget is {allowed:,}"
         return self._subsample(expected_bytes, sum(expected_bytes.values()) - (allowed - total), reason)
 
@@ -209,11 +212,6 @@ class Budget:
         """Return the approximate number of bytes that a site has recorded."""
         rows = self._firings[attached] + self.timer.firings[attached] if attached.has_statistics else 0
         return rows * ROW_BYTES + self.recorder.bytes_of(attached)
-
-    def _bytes_a_step(self, attached: AttachedHook, done: int) -> float:
-        """Return the number of bytes that a site records per step at its current rate."""
-        bytes_per_firing = self._bytes_of(attached) / max(1, self._firings[attached] + self.timer.firings[attached])
-        return bytes_per_firing * attached.scheduled_count / max(1, done) / attached.subsampling
 
     def _subsample(self, costs: dict[AttachedHook, float], excess: float, reason: str) -> bool:
         """Reduce the rate of the most expensive sites until the excess is gone. Return whether anything changed."""

@@ -342,7 +342,9 @@ class Recorder:
         samples = [batch.rows(fetched) for batch in further.batches]
         for batch_rows in samples:
             self.write("samples", batch_rows)
-        self._store_decided(further.tensors, fetched)
+        for context, source_shape, tensor, dtype, decisions in further.tensors:
+            if _read((), decisions, fetched) is not None:  # a device has decided that the condition of the hook holds
+                self._store(context, source_shape, tensor, dtype)
         for cells_of_metrics in further.deferred:
             self.write("metrics", [cells_of_metrics()])
         return stats_rows, samples
@@ -373,12 +375,6 @@ class Recorder:
             if cells is not None:
                 self.print_line(line_of(text, names, cells))
         return stats, effects, tables
-
-    def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
-        """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""
-        for context, source_shape, tensor, dtype, decisions in tensors:
-            if _read((), decisions, fetched) is not None:
-                self._store(context, source_shape, tensor, dtype)
 
 
 class _Values(NamedTuple):

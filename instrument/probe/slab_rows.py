@@ -30,7 +30,7 @@ from ..stats.cpu_kernel import launch_devices, make_slab
 from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
 from ..stats.formulas import computed, where
-from ..stats.sums import BASE, INDEX, Sums, statistics_of
+from ..stats.sums import INDEX, Sums, statistics_of
 from ..tables.kinds import KINDS
 from ..tables.message_template import Column, ListColumn, NumberBlock, NumberColumn, StepColumns
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
@@ -43,7 +43,7 @@ Keys = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.cpu_kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
-_COUNTS, _EXTREMES = [INDEX[name] for name in ("numel", "n", "nan", "zeros")], [INDEX["low"], INDEX["high"]]
+_COUNTS = [INDEX[name] for name in ("numel", "n", "nan", "zeros")]
 _Identity = tuple[Row, tuple[str, ...], bool]
 _Scale = tuple[Tensor, int, Tensor]
 """The scale of a gradient scaler, its version, and a copy."""
@@ -448,18 +448,10 @@ class StatisticsRows(SlabRows):
         assert self.taken.scale is not None, "the scale was set before the rows were added"
         scale, rows = self.taken.scale.wait().item(), self.taken.numbers[self.layout.scaled]
         numel, n, nan, zeros = rows[:, _COUNTS].T.copy()
-        if scale < 0:
-            rows[:, _EXTREMES], rows[:, INDEX["mean"]] = -rows[:, _EXTREMES[::-1]], -rows[:, INDEX["mean"]]
-        if 0 < abs(scale) < math.inf:  # the other sums do not depend on it
-            rows[:, _SCALE_DEPENDENT] /= abs(scale)
-        elif scale == 0:  # zeros become NaN, and the others infinite
+        if scale:  # the other sums do not depend on it
+            rows[:, _SCALE_DEPENDENT] /= scale
+        else:  # zeros become NaN, and the others infinite
             rows[:, _COUNTS] = np.stack([numel, 0 * n, nan + zeros, 0 * n], axis=1)
-        elif math.isnan(scale):
-            rows[:, _COUNTS] = np.stack([numel, 0 * n, numel, 0 * n], axis=1)
-        else:  # infinite elements become NaN, and the others zero
-            rows[:, BASE.index("low") :] = 0.0
-            rows[:, INDEX["unit"]] = 1.0
-            rows[:, _COUNTS] = np.stack([numel, n, numel - n, n], axis=1)
         self.taken.numbers[self.layout.scaled] = rows
 
     def column(self, name: str) -> Matrix:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
-from ..analysis.config_comparison import HOOKS, comparable_keys, differing_keys, match_runs, trainings
+from ..analysis.config_comparison import HOOKS, RunMatch, comparable_keys, differing_keys, match_runs, trainings
 from ..analysis.config_fields import differing_fields, to_yaml
 from ..analysis.config_key_effects import CONFIDENCE, adjusted, student
 from ..analysis.load import Run, load
@@ -209,15 +209,8 @@ def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], roo
     return {**about, "locations": locations, "statistics": values, "left_out": statistics[len(kept) :]}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two finished runs with the same seed that differ in one intervention, or in one key."""
-
-    hook: str  # or the key
-    settings: str  # of the intervention, those that differ if it has different ones; or the compared values of the key
-    treated: int  # index of the run with the intervention, or with another value than the baseline
-    control: int  # index of the run without it, or with the value of the baseline
-    seed: int
+Pair = tuple[str, RunMatch]
+"""An intervention or a key, and two runs. `value` is a text: the settings of the intervention, or the compared values of the key."""
 
 
 def pairs(run: RunTables) -> list[Pair]:
@@ -230,7 +223,7 @@ def pairs(run: RunTables) -> list[Pair]:
         for name, settings in training.interventions.items():
             values.setdefault(name, []).append(settings)
     return [
-        Pair(name, _settings_text(name, settings, values[name]), training.index, control, training.seed)
+        (name, RunMatch(_settings_text(name, settings, values[name]), training.index, control, training.seed))
         for training in all_trainings
         for name, settings in training.interventions.items()
         for control in by_identity.get(training.without([HOOKS, name]), [])
@@ -255,16 +248,16 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
     """
     unpaired: dict[str, str] = {}
     all_pairs = pairs(run)
-    known = {(pair.control, pair.treated) for pair in all_pairs}
-    all_pairs += [pair for pair in _pairs_of_keys(run, unpaired) if (pair.control, pair.treated) not in known]
-    groups: dict[tuple[str, str], list[Pair]] = {}
-    for pair in all_pairs:
-        groups.setdefault((pair.hook, pair.settings), []).append(pair)
+    known = {(pair.baseline, pair.index) for _, pair in all_pairs}
+    all_pairs += [each for each in _pairs_of_keys(run, unpaired) if (each[1].baseline, each[1].index) not in known]
+    groups: dict[tuple[str, str], list[RunMatch]] = {}
+    for name, pair in all_pairs:
+        groups.setdefault((name, pair.value), []).append(pair)
     rows = []
     numbers = [info["metrics"] for info in run.infos]
     for (hook, settings), members in groups.items():
         for metric in metrics:
-            ends = [(pair.seed, *(numbers[at].get(metric) for at in (pair.control, pair.treated))) for pair in members]
+            ends = [(pair.seed, *(numbers[at].get(metric) for at in (pair.baseline, pair.index))) for pair in members]
             complete = [end for end in ends if None not in end]
             if complete:
                 row = {"hook": hook, "settings": settings, "metric": metric, "count": len(complete)}
@@ -283,7 +276,7 @@ def _pairs_of_keys(run: Run, unpaired: dict[str, str]) -> Iterator[Pair]:
         for match in comparison.matches:
             baseline = _value_text(run, key, match.baseline, comparison.baseline)
             settings = f"{_value_text(run, key, match.index, match.value)} compared with {baseline}"
-            yield Pair(key, settings, match.index, match.baseline, match.seed)
+            yield key, replace(match, value=settings)
 
 
 def _value_text(run: Run, key: str, index: int, value: Any) -> str:

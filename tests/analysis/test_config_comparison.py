@@ -128,4 +128,4 @@ def test_pairs_of_a_custom_loop_have_the_same_seed(tmp_path: Path) -> None:
         (folder / "run.json").write_text(text.replace(f', "seed": {seed}}}, "overrides"', '}, "overrides"'))
     run = instrument.load(tmp_path)
     assert "seed" not in run.infos[0]["config"]
-    assert [(pair.treated, pair.control, pair.seed) for pair in pairs(run)] == [(0, 1, 1)]
+    assert [(pair.index, pair.baseline, pair.seed) for _, pair in pairs(run)] == [(0, 1, 1)]

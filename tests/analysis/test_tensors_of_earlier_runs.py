@@ -148,4 +148,4 @@ def test_folder_of_several_runs_is_refused(clean: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run") as refused:
         run(model_of(1), patch_hook(clean.parent, fn="replace"))
     assert refused.value.problems[0].where == "hooks.p.run"
-    assert refused.value.problems[0].allowed == [str(clean)]
+    assert refused.value.problems[0].allowed == str(clean)

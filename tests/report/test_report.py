@@ -341,21 +341,21 @@ def test_sweep_report_equals_the_tables(reported_sweep: instrument.Run, sweep_ht
 def test_pairs_have_the_same_seed_and_differ_in_one_intervention(
     reported_sweep: instrument.Run, sweep_html: str
 ) -> None:
-    found = [pair for pair in pairs(reported_sweep) if pair.hook == "tame"]
+    found = [pair for name, pair in pairs(reported_sweep) if name == "tame"]
     done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
     assert sorted(pair.seed for pair in found) == [1, 2]
     losses = [info["metrics"].get("loss") for info in reported_sweep.infos]
     differences = []
     for pair in found:
-        treated, control = reported_sweep.infos[pair.treated], reported_sweep.infos[pair.control]
-        assert {pair.treated, pair.control} <= set(done)
+        treated, control = reported_sweep.infos[pair.index], reported_sweep.infos[pair.baseline]
+        assert {pair.index, pair.baseline} <= set(done)
         assert control["overrides"]["hooks.tame"] is None
         assert treated["overrides"]["hooks.tame"]["norm"] == 0.01
         assert treated["seed"] == control["seed"] == pair.seed
-        differences.append(losses[pair.treated] - losses[pair.control])
+        differences.append(losses[pair.index] - losses[pair.baseline])
     assert f"{np.mean(differences):+.4g}" in sweep_html
     assert all(f"{difference:+.4g}" in sweep_html for difference in differences)
-    same = [losses[pair.treated] for pair in found], [losses[pair.control] for pair in found]
+    same = [losses[pair.index] for pair in found], [losses[pair.baseline] for pair in found]
     interval = scipy.stats.ttest_rel(*same).confidence_interval()
     assert f"{interval.low:+.4g} to {interval.high:+.4g}" in sweep_html
 
