@@ -30,6 +30,11 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 step` or `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def shorten(names: Sequence[str], limit: int = 12) -> str:
     """Shorten a list of names for display: the first ones, and the total number."""
     shown = ", ".join(names[:limit])

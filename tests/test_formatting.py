@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from instrument.formatting import human_bytes, human_seconds, shorten
+from instrument.formatting import counted, human_bytes, human_seconds, shorten
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_human_seconds(seconds: float, expected: str) -> None:
 )
 def test_long_list_is_truncated_with_a_count(count: int, text: str) -> None:
     assert shorten([f"n{i}" for i in range(count)], limit=3) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 steps"), (1, "1 step"), (12, "12 steps")])
+def test_noun_of_one_is_singular(count: int, text: str) -> None:
+    assert counted(count, "step") == text

@@ -32,7 +32,7 @@ from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, Rep
 from instrument.commands.verbs import add_json, parser_of, with_arguments
 from instrument.config.experiment import InitFromConfig
 from instrument.errors import ConfigError, InstrumentError, Problem
-from instrument.formatting import shown_path
+from instrument.formatting import counted, shown_path
 from instrument.storage.run_folder import check_process_count
 from instrument.training.distributed.torchrun import is_rank_zero
 
@@ -158,8 +158,8 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
     lines = [
         f"replay of {certificate.source} from {start}, up to step {certificate.stop - 1}",
         "compared: loss, accuracy, gradient norm and learning rate of "
-        f"{_count(certificate.steps, 'step')} and {_count(certificate.evaluations, 'evaluation')}"
-        + (f", and {_count(certificate.fingerprints, 'fingerprint')}" if certificate.fingerprints else ""),
+        f"{counted(certificate.steps, 'step')} and {counted(certificate.evaluations, 'evaluation')}"
+        + (f", and {counted(certificate.fingerprints, 'fingerprint')}" if certificate.fingerprints else ""),
     ]
     lines += [f"repeated: {change}, by instrument.control" for change in certificate.changes]
     lines += [f"not repeated: {change}, by instrument.control" for change in certificate.changes_left_out]
@@ -194,10 +194,6 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
     if (folder / COMPARISON).exists():
         lines.append(f"comparison   {folder / COMPARISON}")
     return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

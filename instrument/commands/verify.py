@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from instrument.commands.hydra_main import command
 from instrument.commands.job import importing, read_config, report_errors
 from instrument.errors import ConfigError, Problem
+from instrument.formatting import counted
 from instrument.training.distributed.torchrun import is_rank_zero, process_group
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def certify(config: DictConfig, *, as_json: bool = False) -> None:
 
 def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
     lines = [
-        f"{certificate.steps} steps and {certificate.evaluations} evaluations, without hooks and with "
-        f"{len(certificate.hooks)} record hooks at {certificate.sites} locations "
+        f"{counted(certificate.steps, 'step')} and {counted(certificate.evaluations, 'evaluation')}, without hooks and with "
+        f"{counted(len(certificate.hooks), 'record hook')} at {counted(certificate.sites, 'location')} "
         f"({', '.join(certificate.hooks) or 'none'}), which recorded {certificate.rows:,} rows",
         f"compared after each: metrics, {certificate.tensors} gradients, parameters, buffers and optimizer tensors, "
         "random states",

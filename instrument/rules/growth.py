@@ -88,7 +88,7 @@ class GrowthRule(LocatedRule[GrowthT]):
         for at in fired:
             value = float(values[at])
             median, bound = exceeded[int(at)]
-            text = f"{self.statistics[0]} {value:.4g}, {value / median:.0f} times its median {median:.4g}"
+            text = f"{self.statistics[0]} {value:.4g}, {value / median:,.0f} times its median {median:.4g}"
             yield Firing(text, value, bound, chosen.locations[at])
 
     def _exceeded(self, slots: IndexArray, values: FloatArray) -> dict[int, tuple[float, float]]:

@@ -95,7 +95,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         bound = max(self.spec.factor * median, LARGEST * max([*self._losses][-self.spec.after :]))
         if median <= 0 or loss <= bound:
             return None
-        return Firing(f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, bound)
+        return Firing(f"{loss:.4g}, {loss / median:,.0f} times its median {median:.4g}", loss, bound)
 
     def bounds(self) -> Bounds | None:
         if self._first is None or self._holds:

@@ -280,12 +280,12 @@ def test_rule_resumes_from_an_earlier_version_with_fewer_attributes() -> None:
 
 
 def test_growth_fires_again_after_the_value_was_small_again() -> None:
-    steps = values(GRADIENT, "l2", [*NOISE, 300.0, 300.0, *NOISE, 400.0])
+    steps = values(GRADIENT, "l2", [*NOISE, 3e5, 3e5, *NOISE, 400.0])
     (event, again) = fired("exploding_gradient", steps)
     assert [(each.step, each.severity) for each in (event, again)] == [(30, "warning"), (62, "info")]
     assert event.threshold == pytest.approx(100.0)
     where = "exploding gradient: at step 30 in a.weight param_grad (gradients)"
-    assert event.message == f"{where}: l2 300, 300 times its median 1"
+    assert event.message == f"{where}: l2 3e+05, 300,000 times its median 1"
 
 
 def test_growth_compares_each_location_with_itself() -> None:
