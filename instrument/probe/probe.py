@@ -786,4 +786,8 @@ class Probe(OwnedByProcess):
             self.ranks.load_state_dict(state["ranks"])
 
 
-run_outside_of_graphs(Probe.end_step)
+for _method in (
+    Probe.end_step,
+    Recorder.end_step,
+):  # the loop may be compiled, or a step of the optimizer whose hook calls it
+    run_outside_of_graphs(_method)
