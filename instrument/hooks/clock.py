@@ -235,6 +235,8 @@ class Clock:
     sample_ids: SampleIds | None = None  # the ids of these samples
     # Their targets, a tensor whose dimension 0 is that of the samples; None if unknown.
     sample_targets: Tensor | None = None
+    # The hooks after the steps of optimizers that have ended, until they run.
+    ended_steps: dict[tuple[Callable[[Optimizer], None], Optimizer], None] = field(default_factory=dict)
     # The optimizers whose wrapper makes a step, and the hooks to call at its end; None before those of the optimizer.
     after_wrapper: dict[Optimizer, Callable[[], None] | None] = field(default_factory=dict)
     # The optimizers whose hooks before the step ran already, although PyTorch calls them again at `super().step()`.
@@ -243,6 +245,16 @@ class Clock:
 
     def __post_init__(self) -> None:
         self._boundary = None, self.moment
+
+    def finish_steps(self) -> None:
+        """Run the hooks after steps of optimizers that have ended. A training step may end in a hook of the optimizer before them."""
+        while self.ended_steps:
+            (after_step, optimizer), _ = self.ended_steps.popitem()  # each was noted before the earlier one
+            after_step(optimizer)
+        for optimizer, act in self.after_wrapper.items():
+            if act is not None:
+                self.after_wrapper[optimizer] = None
+                act()
 
     def name_samples(self, ids: SampleIds, targets: Tensor | None = None) -> None:
         self.named_at, self.sample_ids, self.sample_targets = self.micro_step_index, ids, targets

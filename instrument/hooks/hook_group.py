@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import StepContext
-from ..runtime.lazy_compiler import has_compiled
+from ..runtime.lazy_compiler import excluded_method, has_compiled, run_outside_of_graphs
 from .attached_hook import AttachedHook
 from .clock import Clock
 from .module_calls import Calls
@@ -148,6 +150,33 @@ class HookGroup:
         """Remove all hooks of this group, in reverse order."""
         while self.handles:
             self.handles.pop().remove()
+
+
+class StepPostHooks(HookGroup):
+    """Base of hooks after the steps of optimizers. They run earlier if a training step ends in a hook of other code before them."""
+
+    def register_after_step(self, optimizer: Optimizer, *, in_graphs: bool = True) -> None:
+        """Register the hook. Without `in_graphs`, it breaks the graph of a compiled step."""
+        note, run = (each if in_graphs else excluded_method(each) for each in (self._note_step, self._run_after_step))
+        first = optimizer.register_step_post_hook(note)
+        self.handles += [first, optimizer.register_step_post_hook(run)]
+        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(first.id, last=False)
+
+    def _note_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if not is_compiling():
+            self.clock.ended_steps[self.after_step, optimizer] = None
+
+    def _run_after_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if is_compiling() or self.clock.ended_steps.pop((self.after_step, optimizer), 0) is None:
+            self.after_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Act after the step of an optimizer."""
+        raise NotImplementedError
+
+
+for _hook in (StepPostHooks._note_step, StepPostHooks._run_after_step):
+    run_outside_of_graphs(_hook)
 
 
 class InertWhenCopied(HookGroup):

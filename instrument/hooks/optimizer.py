@@ -22,7 +22,7 @@ from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, N
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .hook_group import HookGroup
+from .hook_group import HookGroup, StepPostHooks
 from .plain_calls import are_recordings, batched_launch
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -137,7 +137,7 @@ def as_rate(value: object) -> float | None:
         return None
 
 
-class StepHooks(OptimizerHooks):
+class StepHooks(OptimizerHooks, StepPostHooks):
     """The step_pre and step_post sites of an optimizer, served by one hook before its `step` and one after it.
 
     The first one also copies the parameters whose update is recorded.
@@ -158,7 +158,7 @@ class StepHooks(OptimizerHooks):
 
     def attach(self) -> None:
         """Register the hook after the step, and the one before it unless the loop announces the step. Both break a compiled step."""
-        self.handles.append(self.optimizer.register_step_post_hook(excluded_method(self.after_step)))
+        self.register_after_step(self.optimizer, in_graphs=False)
         sites = (attached for attached in self.of_kind("step_post") if attached.role == "update")
         for parameter in (attached.current_parameter() for attached in sites):
             if parameter is not None and (gradient := parameter.grad) is not None:
@@ -238,7 +238,7 @@ class StepHooks(OptimizerHooks):
         del self._old_gradients[id(parameter)]
         return True
 
-    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+    def after_step(self, optimizer: Optimizer) -> None:
         """Run the step_post sites, after the step of a wrapper if there is one."""
         if self.clock.closed:
             return

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..errors import HookError
 from ..hooks.clock import Clock
-from ..hooks.hook_group import HookGroup
+from ..hooks.hook_group import HookGroup, StepPostHooks
 from ..hooks.optimizer import StepHooks, as_rate
 from ..runtime.lazy_compiler import run_outside_of_graphs
 
 
-class StepWatch(HookGroup):
+class StepWatch(StepPostHooks):
     """Tracks which optimizers made a step, the learning rate that the first one used, and whether a gradient scaler skipped the step.
 
     Args:
@@ -49,7 +49,7 @@ class StepWatch(HookGroup):
         for optimizer in self._optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self.before_step))
             if self._is_announced:
-                self.handles.append(optimizer.register_step_post_hook(self.after_step))
+                self.register_after_step(optimizer)
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         if self.scaler is not None:
@@ -62,7 +62,7 @@ class StepWatch(HookGroup):
         if self._is_announced:
             self._stepping.add(optimizer)
 
-    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+    def after_step(self, optimizer: Optimizer) -> None:
         """The hook after an optimizer step that the loop has to announce."""
         if optimizer not in self._stepping:  # the end of a method that called `super().step()`, which has hooks as well
             return

@@ -33,6 +33,7 @@ from ..rules.requirements import hooks_read
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..runtime.deferred_interrupts import deferred_signals
 from ..runtime.forks import OwnedByProcess
+from ..runtime.lazy_compiler import run_outside_of_graphs
 from ..stats.device_choice import BY_KERNEL, measured_by
 from ..storage.memory import MemorySink
 from ..tables.sink_interface import Sink
@@ -535,6 +536,7 @@ class Probe(OwnedByProcess):
                 return self._end_step(samples, checked)
 
     def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
+        self.clock.finish_steps()
         has_pending_rows = self.recorder.has_pending_rows
         self.recorder.samples.end()
         if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
@@ -782,3 +784,10 @@ class Probe(OwnedByProcess):
             self.budget.load_state_dict(state["budget"])
         if self.ranks is not None:
             self.ranks.load_state_dict(state["ranks"])
+
+
+for _method in (
+    Probe.end_step,
+    Recorder.end_step,
+):  # the loop may be compiled, or a step of the optimizer whose hook calls it
+    run_outside_of_graphs(_method)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
-from ..hooks.hook_group import HookGroup, InertWhenCopied
+from ..hooks.hook_group import HookGroup, InertWhenCopied, StepPostHooks
 from ..rules.step_rows import RelationRow
 from ..runtime.lazy_compiler import run_outside_of_graphs
 from .exchange import has_processes
@@ -42,7 +42,7 @@ MAX_ROWS = 20  # rows of a relation that does not hold
 _MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
 
-class RelationSet(InertWhenCopied):
+class RelationSet(InertWhenCopied, StepPostHooks):
     """Checks relations in the first steps, and rarely later. In other steps, its hook on the model returns at once.
 
     Args:
@@ -85,7 +85,7 @@ class RelationSet(InertWhenCopied):
         # These stay: a step may end in a hook of the optimizer, while PyTorch iterates over its hooks.
         for optimizer in training.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self.handles.append(optimizer.register_step_post_hook(self._after_step))
+            self.register_after_step(optimizer)
         if "batches" in sources:
             BATCHES.add(self._on_batch)
         for relation in self._relations.values():
@@ -142,7 +142,7 @@ class RelationSet(InertWhenCopied):
         if not is_compiling() and self.training.is_checked:
             self._observe("before_step", optimizer)
 
-    def _after_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+    def after_step(self, optimizer: Optimizer) -> None:
         self.training.has_local_steps |= self.training.is_local
         if not is_compiling() and self.training.is_checked:
             self._observe("after_step", optimizer)
@@ -240,7 +240,7 @@ class RelationSet(InertWhenCopied):
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
 
 
-for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet._after_step):
+for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet.after_step):
     run_outside_of_graphs(_hook)
 
 

@@ -68,3 +68,85 @@ def test_step_may_end_in_a_hook_of_the_optimizer() -> None:
             optimizer.step()
         ends.remove()
     assert set(probe.run.stats.step) == {0, 10, 20, 30}
+
+
+@pytest.mark.parametrize("case", ["closure", "two optimizers", "announced", "compiled"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rows_after_the_optimizer_step_belong_to_the_step_that_its_hook_ends(is_first: bool, case: str) -> None:
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    parameters = [[model.bias], [model.weight]] if case == "two optimizers" else [model.parameters()]
+    optimizers = [torch.optim.SGD(group, lr=0.5) for group in parameters]
+    roles = {
+        role: {"layers": ".", "kind": "step_post", "role": role, "action": "record"} for role in ("param", "update")
+    }
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    def register() -> None:
+        optimizers[-1].register_step_post_hook(lambda *_: probe.end_step())
+
+    if is_first:
+        register()
+    with instrument.attach(model, roles, optimizer=optimizers, steps_by_loop=case == "announced") as probe:
+        if not is_first:
+            register()
+        for _ in range(4):
+            if case != "closure":
+                closure()
+            for optimizer in optimizers:
+                if case == "announced":
+                    probe.before_optimizer_step()
+                step = torch.compile(optimizer.step, backend="eager") if case == "compiled" else optimizer.step
+                step(closure if case == "closure" else None)
+    rows = probe.stats.sort_values(["hook", "path", "step"])
+    assert rows["step"].tolist() == [0, 1, 2, 3] * 4
+    assert rows["mean"].tolist() == [-0.5, -1.0, -1.5, -2.0] * 2 + [-0.5] * 8
+    assert not probe.warnings
+
+
+def test_step_may_end_in_a_hook_of_a_wrapped_optimizer() -> None:
+    """The wrapper changes the parameters after the end of the step."""
+    parameter = nn.Parameter(torch.zeros(2))
+    model = nn.Module()
+    model.weight = parameter
+    inner = torch.optim.SGD([parameter], lr=0.5)
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.optimizer = inner
+
+        @torch.no_grad()
+        def step(self) -> None:
+            self.optimizer.step()
+            parameter.mul_(2)
+
+    wrapper = Wrapper()
+    hooks = {"weight": {"layers": ".", "kind": "step_post", "role": "param", "action": "record"}}
+    with instrument.attach(model, hooks, optimizer=wrapper) as probe:
+        inner.register_step_post_hook(lambda *_: probe.end_step())
+        for _ in range(3):
+            parameter.grad = torch.ones(2)
+            wrapper.step()
+    assert probe.stats[["step", "mean"]].values.tolist() == [[0, -0.5], [1, -1.5], [2, -3.5]]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_relations_read_the_optimizer_step_that_a_hook_ends(is_first: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_first:
+        optimizer.register_step_post_hook(lambda *_: probe.end_step())
+    with instrument.attach(model, HOOKS, optimizer=optimizer, rules="default") as probe:
+        if not is_first:
+            optimizer.register_step_post_hook(lambda *_: probe.end_step())
+        for _ in range(3):  # without zero_grad
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    rows = probe.run.relations.query("relation == 'gradients_zeroed'")
+    assert rows[["step", "path", "holds"]].values.tolist() == [[1, "bias", False]]

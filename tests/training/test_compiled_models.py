@@ -102,6 +102,44 @@ def test_compiled_optimizer_step_traces_no_code_of_hooks() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_compiled_training_step_may_evaluate_and_end_the_step() -> None:
+    torch.manual_seed(0)
+    model, plain = (nn.Linear(4, 2) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    hooks = {
+        phase: {"layers": ".", "kind": "forward", "action": "record", "phase": phase} for phase in ("train", "eval")
+    }
+    hooks["weights"] = {"layers": ".", "kind": "step_post", "role": "param", "action": "record"}
+    rows = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        with instrument.attach(each, hooks, optimizer=optimizer) as probe:
+
+            @partial(torch.compile, backend="eager", disable=each is plain)
+            def train(
+                batch: torch.Tensor,
+                model: nn.Module = each,
+                optimizer: torch.optim.Optimizer = optimizer,
+                probe: instrument.AttachedProbe = probe,
+            ) -> None:
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                with probe.evaluating(), torch.no_grad():
+                    model(batch)
+                probe.end_step(loss=loss)
+
+            for step in range(3):
+                train(torch.full((3, 4), step / 2))
+        rows.append((probe.stats.sort_values(["step", "hook", "path"], ignore_index=True), probe.metrics["loss"]))
+    (stats, losses), (expected, expected_losses) = rows[1], rows[0]
+    columns = ["step", "phase", "hook", "path", "mean", "l2"]
+    assert len(expected) == 12
+    assert stats[columns].equals(expected[columns])
+    assert losses.equals(expected_losses)
+
+
 @pytest.mark.slow
 def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
