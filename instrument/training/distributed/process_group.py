@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import InstrumentError, RankError, first_line
 from ...runtime.own_operations import own_collectives
+from ...runtime.restarts import store_of_restart
 from ...storage.lock import is_locked, lock_of
 from ...storage.parts import written_parts
 
@@ -61,9 +61,7 @@ class Processes:
         """
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store, rank, size = next(iter(rendezvous("env://")))
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # on several machines, the number of restarts may differ
-            # After a restart, torchrun's store still has the addresses and the failure of the processes before it.
-            store = PrefixStore(f"instrument/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = store_of_restart(store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
