@@ -37,7 +37,7 @@ class Exchange:
         if len(self._pending) >= MAX_PENDING:  # another process sends nothing
             return
         try:
-            self._store.set(self._key(step, self.rank), value)  # type: ignore[arg-type]  # it takes bytes too
+            self._store.set(self._key(step, self.rank), value)
             if not self.rank:
                 self._pending.append(step)
                 yield from self._complete()
