@@ -137,20 +137,23 @@ class MicroGradients:
         self.replicas = replicas
         self.factor = replicas if is_summed else 1
         self.step = -1
-        self.count: int | None = 0  # None if a micro-step had not exactly one gradient
+        self.count: int | None = 0  # None if a micro-step had not exactly one gradient, or their sum was changed
         self.squares: float | Tensor = 0.0
         self.total: float | Tensor = 0.0
+        self.written: tuple[int, int] | None = None  # the sum of the gradients so far, and the writes to it
 
-    def add(self, gradient: Tensor, moment: StepContext, scale: Tensor | None) -> None:
-        """Add the gradient of a micro-batch. `scale` is the factor of a gradient scaler."""
+    def add(self, gradient: Tensor, accumulated: Tensor | None, moment: StepContext, scale: Tensor | None) -> None:
+        """Add the gradient of a micro-batch to those `accumulated` before it. `scale` is the factor of a gradient scaler."""
         if moment.step != self.step:
             self.step, self.count, self.squares = moment.step, 0, 0.0
+        elif self.written != _writes(accumulated):  # such as the mean over all processes, without `no_sync`
+            self.count = None
         self.count = self.count + 1 if self.count == moment.micro_step else None
         self.squares = self.squares + _squares(gradient, scale)
 
     def accumulate(self, gradient: Tensor, scale: Tensor | None) -> None:
         """Note the sum of the gradients so far."""
-        self.total = _squares(gradient, scale)
+        self.total, self.written = _squares(gradient, scale), _writes(gradient)
 
     def estimates(self, gradient: Tensor, step: int) -> dict[Sum, Number]:
         """Return the sums of the statistics `gradient_noise` and `gradient_signal`, given the gradient of the step.
@@ -182,6 +185,10 @@ def rate_of_update(tensor: Tensor, context: Context, dim: int | None) -> dict[Su
     if isinstance(rate, Tensor) and not is_on_host(rate):
         return {RATE: torch.where(rate > 0, rate, math.nan) * tensor.numel()}
     return {RATE: float(rate) * tensor.numel()} if rate else {}
+
+
+def _writes(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _squares(gradient: Tensor, scale: Tensor | None) -> float | Tensor:

@@ -98,7 +98,8 @@ class GradientHooks(HookGroup):
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
         for gradients in self._scheduled_gradients():
-            gradients.add(gradient, self.clock.moment, self._scale())
+            accumulated = None if self.parameter is None else self.parameter.grad
+            gradients.add(gradient, accumulated, self.clock.moment, self._scale())
         new = self._fire(self.micro, "micro", gradient, self.parameter)
         return None if new is gradient else new
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.experiment import BudgetConfig, SinkConfig
@@ -25,7 +24,7 @@ from ..config.parallel import Declared
 from ..config.parse import parse_budget, parse_placement
 from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems
-from ..hooks.distributed_scope import Parallel
+from ..hooks.distributed_scope import Parallel, wrappers_of
 from ..plan.hook_plan import make_plan
 from ..plan.tensor_checks import check_function_names, check_parameters
 from ..probe.collectives import Ranks
@@ -270,7 +269,7 @@ def _ranks(
         return None
     parallel: Parallel = "own"
     problems = reduce_problems(budget, hooks) if reduce == "global" else []
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    wrappers = wrappers_of(model)
     if wrappers and (mesh is not None or all(map(keeps_all_equal, wrappers))):
         parallel = "ddp"
     elif mesh is not None or any(map(is_sharded, model.parameters())):

@@ -10,7 +10,8 @@ from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from ..runtime.restarts import store_of_restart
 
 MAX_PENDING = 20  # steps
 _WAIT = timedelta(seconds=2)  # for the values of the last steps
@@ -28,7 +29,7 @@ class Exchange:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._prefix = f"instrument/relations/{next(_numbers)}"
-        self._store = _get_default_store()
+        self._store = store_of_restart()
         self._pending: list[int] = []  # the steps whose values rank 0 has not read
 
     def post(self, step: int, value: bytes) -> Iterator[tuple[int, list[bytes]]]:
@@ -36,7 +37,7 @@ class Exchange:
         if len(self._pending) >= MAX_PENDING:  # another process sends nothing
             return
         try:
-            self._store.set(self._key(step, self.rank), value)  # type: ignore[arg-type]  # it takes bytes too
+            self._store.set(self._key(step, self.rank), value)
             if not self.rank:
                 self._pending.append(step)
                 yield from self._complete()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, Problem, RankError, SinkError
 from ..fields.pip_extras import DISTRIBUTION, installed_version
 from ..runtime.deferred_interrupts import uninterrupted
+from ..runtime.restarts import store_of_restart
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import REMOTE_KEY, check_is_local
@@ -76,10 +77,8 @@ class RunAnnouncement:
     """
 
     def __init__(self) -> None:
-        from torch.distributed import distributed_c10d  # only runs with several processes import PyTorch here
-
         self._run = f"instrument/{next(_runs)}"
-        self._store = distributed_c10d._get_default_store()
+        self._store = store_of_restart()
 
     def send(self, record: Mapping[str, Any]) -> None:
         """Announce on rank 0 that the run has begun, with the content of its run.json."""

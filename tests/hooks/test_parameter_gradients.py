@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hook_runs import Calls, assert_close, assert_equal, gradients, keep, record, refused, run_step, tensors_by
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
 from instrument.tables.reasons import NO_STATE, NO_STEP, REMOVED
@@ -258,3 +261,35 @@ def test_sparse_gradients_are_recorded() -> None:
     wanted[1], wanted[4] = 2.0, 1.0
     assert torch.equal(probe.sink.records("tensors")[0]["values"], wanted)
     assert probe.sink.records("stats")[0]["max"] == 2.0
+
+
+def test_noise_is_the_same_in_all_processes_if_the_wrapper_is_around_the_model() -> None:
+    """Trainers wrap the model, and their callbacks get it without the wrapper."""
+    hooks = {
+        "noise": {
+            "layers": "**",
+            "kind": "parameter_grad",
+            "params": "weight",
+            "action": "modify",
+            "fn": "noise",
+            "std": 1.0,
+        },
+        "seen": record("parameter_grad", "**", params="weight"),
+    }
+    found, scopes = [], set()
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            wrapper = DistributedDataParallel(nn.Linear(3, 2))
+            optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+            with instrument.attach(wrapper.module, hooks, optimizer=optimizer) as probe:
+                wrapper.module.weight.grad = torch.zeros(2, 3)
+                optimizer.step()
+                probe.end_step()
+        finally:
+            dist.destroy_process_group()
+        found.append(wrapper.module.weight.grad)
+        scopes.update(row["scope"] for row in probe.sink.records("stats"))
+    assert found[0].any()
+    assert torch.equal(*found)
+    assert scopes == {"averaged"}

@@ -364,7 +364,7 @@ def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp
         return False
 
     store = SimpleNamespace(check=interrupted_check)
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    monkeypatch.setattr("instrument.storage.run_folder.store_of_restart", lambda: store)
     with pytest.raises(KeyboardInterrupt), instrument.attach(network()[0], {}, out=tmp_path / "run"):
         pass
     assert len(checked) == 1

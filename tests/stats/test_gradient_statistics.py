@@ -167,6 +167,26 @@ def test_noise_requires_one_gradient_in_each_of_several_micro_steps(count: int, 
     assert [(row["gradient_noise"], row["gradient_signal"]) for row in rows] == [(None, None)] * 2
 
 
+def test_noise_requires_an_unchanged_sum_of_the_micro_batches() -> None:
+    """DistributedDataParallel averages the sum after each micro-batch, except with `no_sync`."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"g": record("parameter_grad", "**", stats=["gradient_noise"])}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for written in (False, True):
+            optimizer.zero_grad()
+            for batch in torch.randn(2, 4, 5):
+                (squared_error(model, batch) / 2).backward()
+                if written:
+                    model.weight.grad.mul_(0.5)
+                probe.end_micro_step()
+            optimizer.step()
+            probe.end_step()
+    first, second = (row["gradient_noise"] for row in rows_of(probe))
+    assert first > 0
+    assert second is None
+
+
 def test_measuring_noise_changes_nothing() -> None:
     model, other, steps = linear(), linear(), torch.randn(3, 2, 4, 5)
     micro_steps(model, steps)
@@ -214,7 +234,7 @@ def test_noise_of_one_gradient_in_each_of_several_processes(is_summed: bool) -> 
     found = []
     for gradient in gradients:
         micro = MicroGradients(4, is_summed=is_summed)
-        micro.add(gradient, StepContext(0, 0, 0, "train"), None)
+        micro.add(gradient, None, StepContext(0, 0, 0, "train"), None)
         micro.accumulate(gradient, None)
         found.append(micro.estimates(total, 0))
     parts = (gradients * (4 if is_summed else 1)).numpy()
@@ -234,7 +254,7 @@ def test_noise_of_a_sharded_gradient_is_that_of_the_shard() -> None:
                 size = {"shape": torch.Size((5, 4)), "stride": (4, 1)}  # the other process has two rows
                 gradient = DTensor.from_local(local, mesh, [Shard(0)], **size) if is_sharded else local
                 if at < 2:
-                    micro.add(gradient, StepContext(0, at, 0, "train"), None)
+                    micro.add(gradient, None, StepContext(0, at, 0, "train"), None)
                 else:
                     micro.accumulate(gradient, None)
             found.append(micro.estimates(gradients.sum(dim=0), 0))
@@ -255,7 +275,7 @@ def test_merged_sums_of_shards_give_the_cosine_of_the_full_gradient() -> None:
         context.moment = StepContext(1, 0, 0, "train")
         context.state["micro_gradients"] = micro = MicroGradients(1, is_summed=False)
         for at in range(2):
-            micro.add(other[part] * (at + 1), context.moment._replace(micro_step=at), None)
+            micro.add(other[part] * (at + 1), None, context.moment._replace(micro_step=at), None)
         micro.accumulate(3 * other[part], None)
         rows.append(torch.from_numpy(measure_in_context(other[part], context, needs_of(names), None).row)[None])
     most = torch.stack([extremes(row) for row in rows]).amax(dim=0)

@@ -142,6 +142,14 @@ def test_process_that_begins_after_the_end_of_rank_0_shares_its_folder(announced
         WorkerRunFolder(tmp_path / "other", 1)
 
 
+@pytest.mark.usefixtures("announced")
+def test_restarted_process_waits_for_the_new_announcement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun starts failed processes again with the same store."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ConfigError, match="rank 0 did not start a run"):
+        WorkerRunFolder(tmp_path / "first", 1)
+
+
 @pytest.mark.parametrize("error", [None, ValueError("no luck"), KeyboardInterrupt()])
 def test_separate_folder_has_a_record_of_its_own(
     announced: RunFolder, tmp_path: Path, error: BaseException | None

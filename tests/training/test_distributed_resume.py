@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_runs import run_processes, start, train
 from state_comparison import assert_same_tables, identical
 from tiers import tiered
@@ -14,6 +15,7 @@ from tiers import tiered
 import instrument
 from instrument.commands import compact
 from instrument.training.checkpoint import Checkpoints
+from instrument.training.distributed.process_group import FAILURE, Processes
 
 
 def arguments(parallel: str, reduce: str, failing_rank: int, device: str, *, steps: int, every: int) -> list[str]:
@@ -139,3 +141,18 @@ def test_missing_checkpoint_file_of_a_rank_is_reported(dead: Path) -> None:
     assert missing.name in done.stderr
     assert "No such file" in done.stderr
     assert Checkpoints(dead).load()["step"] == step
+
+
+def test_restarted_processes_do_not_read_the_failure_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts failed processes again with the same store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    found = []
+    for restarts in range(2):
+        for name, value in {**address, **ranks, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+            monkeypatch.setenv(name, str(value))
+        processes = Processes.open()
+        found.append(processes.store.compare_set(FAILURE, "", f"failure {restarts}"))
+        processes.close()
+    assert found == [b"failure 0", b"failure 1"]

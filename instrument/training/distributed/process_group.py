@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import InstrumentError, RankError, first_line
 from ...runtime.own_operations import own_collectives
+from ...runtime.restarts import store_of_restart
 from ...storage.lock import is_locked, lock_of
 from ...storage.parts import written_parts
 
@@ -60,6 +61,7 @@ class Processes:
         """
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store, rank, size = next(iter(rendezvous("env://")))
+        store = store_of_restart(store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
