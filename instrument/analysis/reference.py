@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,11 +20,13 @@ from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, si
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import (
+    CHANGE_OF_RATE,
     FIRST_STEPS,
     KEY,
     MEAN_LOSS,
     METRICS,
     RATIOS,
+    SMALL_RATE,
     STARTS,
     Reference,
     phase_of,
@@ -188,8 +191,27 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         "config": {name: config[name] for name in SECTIONS if name in config},
         "settings": _common_settings(runs),
         "varied": sorted(map(list, set.intersection(*map(_varied, runs)))),
+        "rates": _common_rates(runs),
     }
     return Reference(table, about)
+
+
+def _common_rates(runs: Sequence[RunTables]) -> list[tuple[int, float]]:
+    """Return each step at which the learning rate changes, and its value; none if it ever differs between the runs, as if it depends on
+    their losses."""
+    of_training = (ds.field("phase") == "train") & ds.field("lr").is_valid()
+    tables = [[batch.to_pandas() for batch in run.scan("metrics", ["step", "lr"], of_training)] for run in runs]
+    if not all(tables):
+        return []
+    rates = pd.concat([pd.concat(each).groupby("step")["lr"].max() for each in tables], axis=1).dropna()
+    least, most = rates.min(axis=1), rates.max(axis=1)
+    if not np.allclose(least, most, rtol=1e-6, atol=0):
+        return []
+    small, changes = SMALL_RATE * most.max(), list[tuple[int, float]]()
+    for step, rate in most.items():
+        if not (changes and math.isclose(rate, changes[-1][1], rel_tol=CHANGE_OF_RATE, abs_tol=small)):
+            changes.append((int(step), rate))
+    return changes
 
 
 def _varied(run: RunTables) -> set[tuple[str, ...]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from ..hooks.clock import Clock
@@ -23,6 +23,7 @@ from ..relations.observations import BACKWARDS
 from ..storage.remote_folder import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
+SAMPLE = 16  # about so many elements tell whether parameters start with equal values
 NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase, and the type is that of the module
 MAX_KINDS = 8  # of the arguments of an operator that are listed
 # PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.
@@ -61,6 +62,30 @@ def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str
     return settings
 
 
+def equal_parameters(layers: Layers) -> dict[str, dict[str, str]]:
+    """Return the first parameter to which each one is equal, by layer, as settings such as `weight.equals`.
+
+    Some elements are compared, all at once. Constants, such as zeros, and parameters of which a process has a part are left out.
+    """
+    parameters: dict[int, tuple[str, str, Parameter]] = {}
+    for layer in layers:
+        for name, each in layer.own_parameters():
+            if type(each) is Parameter and each.numel() > 1 and not each.is_meta:
+                parameters.setdefault(id(each), (layer.name, name, each))
+    settings: dict[str, dict[str, str]] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for device in {each.device for *_, each in parameters.values()}:
+        of_device = [named for named in parameters.values() if named[-1].device == device]
+        samples = [each.detach().flatten()[:: -(-each.numel() // SAMPLE)].contiguous() for *_, each in of_device]
+        content = memoryview(torch.cat([each.view(torch.uint8) for each in samples]).cpu().numpy().tobytes())
+        for (owner, name, each), sample in zip(of_device, samples, strict=True):
+            own, content = bytes(content[: sample.nbytes]), content[sample.nbytes :]
+            equal = first.setdefault((each.shape, each.dtype, own), full_name := f"{owner}.{name}".removeprefix("."))
+            if equal != full_name and own != own[: each.element_size()] * len(sample):
+                settings.setdefault(owner, {})[f"{name}.equals"] = equal
+    return settings
+
+
 def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, value in values.items():
@@ -92,7 +117,7 @@ def _as_text(value: Any) -> str | None:
 
 
 class LossOperators(HookGroup):
-    """The operators in the backward graphs of the losses of a step, while it is attached.
+    """The operators in the backward graphs of the losses of a step, while it is attached, and the parameters that are equal before it.
 
     It is the first loss of `note` before a `backward`. Without one, these are the losses of all calls of `backward` that reach a
     parameter of the model, before PyTorch frees what they saved, and equal graphs, such as those of accumulated gradients, count once.
@@ -104,8 +129,10 @@ class LossOperators(HookGroup):
         self._layers = layers
         self._noted: _Operators = Counter()
         self._graphs: list[_Operators] = []
+        self._equal: dict[str, dict[str, str]] = {}
 
     def attach(self) -> None:
+        self._equal = equal_parameters(self._layers)
         BACKWARDS.add(self._on_backward)
 
     def detach(self) -> None:
@@ -139,12 +166,12 @@ class LossOperators(HookGroup):
         `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them. `no_grad.AddmmBackward0`
         is how many of them have an input without a gradient. Operators that multiply or divide the complete loss are apart, such as
         `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss has a graph, or one
-        has more than 10,000 nodes.
+        has more than 10,000 nodes. With them are the settings of `equal_parameters`.
         """
         kinds: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for (layer, name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
             kinds[layer, name][arguments] += count
-        texts: dict[str, dict[str, str]] = {}
+        texts = {layer: {**equal} for layer, equal in self._equal.items()}
         parts = LOSS, GRAPH, NO_GRAD
         for (layer, name), counts in sorted(
             kinds.items(), key=lambda kind: (parts.index(kind[0][1].partition(".")[0]), kind[0])

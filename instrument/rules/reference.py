@@ -20,11 +20,13 @@ from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from ..formatting import shorten
 from .reference_ranges import (
+    CHANGE_OF_RATE,
     FACTORS,
     FIRST_STEPS,
     MEAN_LOSS,
     METRICS,
     NO_GRAD,
+    SMALL_RATE,
     STARTS,
     ModuleSettings,
     Reference,
@@ -63,7 +65,8 @@ class ReferenceRule(PersistentRule):
     4, 0.3 for a fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
-    known. The learning rate, which nothing in its step changes, is compared in each step. `mean_loss`, the mean loss of all steps of a
+    known. The learning rate, which nothing in its step changes, is compared in each step: with that of the same step, if all runs have
+    the same in all steps. Its margin is then a factor of 1.25. `mean_loss`, the mean loss of all steps of a
     phase of training, is compared when the phase has ended: it differs less between runs than the loss of one step. NaN and infinities
     are not compared, nor are steps after the last phase in which the runs have values.
 
@@ -172,7 +175,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._hooks_of_parameters = {
             (hook, kind, role, phase) for hook, _, kind, role, _, phase in self.reference.locations if role == "param"
         }
-        self._phase = 0
+        self._step = self._phase = 0
         self._losses: list[float] = [0, 0.0]  # of this phase of training: their number and sum
         self._has_read = False
         self.settings: ModuleSettings | None = None  # those of the run, until they are compared
@@ -198,6 +201,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._prints = extended(self._prints, count, math.nan)
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
+        self._step = rows.step
         last, self._phase = self._phase, min(int(phase_of(rows.step)), self._low.shape[2] - 1)
         if self._phase != last:
             yield from self._check_mean_loss(last)
@@ -306,6 +310,20 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         low, high = (float(each[self._phase]) for each in limits)
         return math.isfinite(high) and low <= loss <= high
 
+    def _of_metric(self, phase: str, name: str, at: int) -> tuple[float, float, float | None, int]:
+        """Return the limits of a metric in a phase of training, the learning rate if it is that of the step, and the last step of both.
+
+        A schedule has no randomness: if all runs have the same rates, the one of each step is known.
+        """
+        low, high = (float(each[at]) for each in self._metrics[phase, name])
+        last, (steps, rates) = int(STARTS[at + 1]) - 1, self.reference.rates
+        change = int(np.searchsorted(steps, self._step, side="right"))
+        if name != "lr" or phase != "train" or not (change and math.isfinite(high)):
+            return low, high, None, last
+        rate, small = float(rates[change - 1]), SMALL_RATE * float(rates.max())
+        factor = FLOOR**self.spec.margin * (1 + CHANGE_OF_RATE)
+        return rate / factor - small, rate * factor + small, rate, min([last, *steps[change : change + 1] - 1])
+
     def _check_metrics(self, rows: StepRows, names: Sequence[str]) -> Iterator[Firing]:
         for (phase, name), (_, high) in self._metrics.items():
             value = None if name == MEAN_LOSS else rows.metric(name)
@@ -315,17 +333,18 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
 
     def _compare(self, phase: str, name: str, value: float, at: int, times: Any, when: str = "") -> Iterator[Firing]:
         """Yield a firing if a metric is outside in a phase of training for so many times in succession."""
-        low, high = self._metrics[phase, name]
-        key, side = f"{phase} {name}", int(value > high[at])
-        limit = float((low, high)[side][at])
+        low, high, rate, _ = self._of_metric(phase, name, at)
+        key, side = f"{phase} {name}", int(value > high)
+        limit = (low, high)[side]
         if not (side or value < limit):
             del self._times[key]
             return
         self._times[key] += 1
         if self._times[key] == times:
             label = name if phase == "train" else key
-            healthy = self._range(name, self.reference.of_metrics[phase], at) + when
-            yield Firing(self._text(label, value, limit, side, healthy), value, limit)
+            of_runs = self.reference.of_metrics[phase]
+            healthy = self._range(name, of_runs, at) if rate is None else f"{rate:.4g} in {self._healthy_runs}"
+            yield Firing(self._text(label, value, limit, side, healthy + when), value, limit)
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         yield from super().check(rows, chosen)
@@ -364,12 +383,13 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         if not (self._phases or self._has_read):
             return [Bounds("loss" if name == MEAN_LOSS else name, np.inf) for _, name in self._metrics]
         low, high = self._limits()
-        at, last = self._phase, int(STARTS[self._phase + 1]) - 1
+        last = int(STARTS[self._phase + 1]) - 1
         of_statistics = [Bounds(name, low[:, of], high[:, of], last=last) for of, name in enumerate(self.statistics)]
         of_metrics = [
-            Bounds(name, np.inf) if f"{phase} {name}" in self._times else Bounds(name, low[at], high[at], last=last)
-            for (phase, name), (low, high) in self._metrics.items()
+            Bounds(name, np.inf) if f"{phase} {name}" in self._times else Bounds(name, low, high, last=until)
+            for phase, name in self._metrics
             if phase in STEP_PHASES and name != MEAN_LOSS
+            for low, high, _, until in [self._of_metric(phase, name, self._phase)]
         ]
         return [*of_statistics, *of_metrics, Bounds("loss", last=last)]
 

@@ -40,6 +40,8 @@ STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(n
 A training changes in proportion to the logarithm of the step: fast at first, slowly later.
 """
 FIRST_STEPS = 4  # each is a phase of training of one step
+SMALL_RATE = 1e-3  # relative to the largest learning rate: a smaller one is as good as none
+CHANGE_OF_RATE = 0.02  # relative to the learning rate: a smaller one is not stored
 BITS = 8  # of the stored numbers, which are rounded outwards by at most 1 / 2^8
 
 
@@ -63,18 +65,20 @@ class Reference:
         table: One row for each location, statistic and phase of training, with the columns of `schema`: the first step of the phase,
             the smallest and the largest value, and the margin: a factor for statistics that are never negative, otherwise a
             difference.
-        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config`, `settings` and `varied`.
+        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config`, `settings`, `varied` and `rates`.
 
     Attributes:
         index: The index of each location, given as the values of `KEY`.
         settings: The settings of each module that it has in all runs; None for one that differs between them.
         varied: The locations of inputs that differ in successive steps of the first ones, in all runs.
+        rates: The steps at which the learning rate changes, and its values, float64 [2, changes]: none if it differs between the runs.
     """
 
     def __init__(self, table: pa.Table, about: Mapping[str, Any]) -> None:
         self.table, self.about = table, about
         self.settings: Mapping[str, Mapping[str, str | None]] = about.get("settings") or {}
         self.varied = {tuple(key) for key in about.get("varied") or ()}
+        self.rates: FloatArray = np.array(about.get("rates") or [], np.float64).reshape(-1, 2).T
         *columns, names = (table[name].cast("string").to_pylist() for name in (*KEY, "statistic"))
         keys = list(zip(*columns, strict=True))
         self.index = {key: at for at, key in enumerate(dict.fromkeys(keys))}
@@ -116,11 +120,12 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """The first 16 hexadecimal digits of the SHA-256 of the ranges, their names, the settings and the inputs that vary."""
+        """The first 16 hexadecimal digits of the SHA-256 of all that is compared."""
         digest = hashlib.sha256(repr((list(self.index), self.statistics, self._ranges.shape)).encode())
         digest.update(self._ranges.tobytes())
         digest.update(json.dumps(self.settings).encode() if self.settings else b"")
         digest.update(json.dumps(sorted(self.varied)).encode() if self.varied else b"")
+        digest.update(self.rates.tobytes() if "rates" in self.about else b"")
         return digest.hexdigest()[:16]
 
     @property
@@ -162,8 +167,8 @@ def setting_name(layer: str, name: str) -> str:
 
 
 def is_of_graph(name: str) -> bool:
-    """Return whether a setting is an operator, and not the optimizer of a parameter whose name is `graph` or `loss`."""
-    return name.startswith(GRAPH_PARTS) and not name.endswith(".optimizer")
+    """Return whether a setting is an operator, and not one of a parameter whose name is `graph` or `loss`."""
+    return name.startswith(GRAPH_PARTS) and not name.endswith((".optimizer", ".equals"))
 
 
 def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:

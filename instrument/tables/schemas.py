@@ -349,7 +349,8 @@ for _table in (
             trainable | int64 | elements | trainable elements among them
             hooks | list<string> | | hooks that match it
             settings | map<string, string> | | at the end of the first step: its public attributes that are numbers, names or
-                functions; dtype and shape of its parameters, and the optimizer of each (`none` or `frozen` without one); the
+                functions; dtype and shape of its parameters, the optimizer of each (`none` or `frozen` without one), and the first
+                parameter to which it is equal before the first step, such as `weight.equals`, unless it is constant; the
                 number of each operator of the backward graphs that uses its parameters, or follows it, with its arguments and the
                 number by which it multiplies or divides, such as `graph.AddmmBackward0`, and how many have an input without a
                 gradient, such as `no_grad.AddmmBackward0`; in the row of the root also the settings of the optimizers, such as

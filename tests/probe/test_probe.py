@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import subprocess
@@ -164,6 +165,27 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
         "weight": "that of 0.weight",
         "weight.optimizer": "optimizer[0]",
     }
+
+
+def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
+    """A constant tells nothing, and neither does a parameter of another dtype or shape."""
+    model = nn.Sequential(
+        nn.Linear(5, 5), nn.LayerNorm(5), nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5).double(), nn.PReLU(5)
+    )
+    values = torch.rand(5, 5)
+    for at in (0, 3, 4):
+        model[at].weight.data.copy_(values)
+    model[3].bias.data.copy_(model[0].bias).add_(1e-6)
+    model.extend(copy.deepcopy(model[3:4]))
+    model[6].bias.data[-1].mul_(1 + 2**-23)
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
+        model[0].weight.data.add_(1)  # an update
+        probe.end_step()
+        settings = dict(zip(probe.layers["layer"], probe.layers["settings"], strict=True))
+    equal = {
+        f"{layer}.{name}": text for layer, own in settings.items() for name, text in own.items() if "equals" in name
+    }
+    assert equal == {"3.weight.equals": "0.weight", "6.weight.equals": "0.weight"}
 
 
 class _Stack(nn.Module):

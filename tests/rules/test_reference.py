@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -326,6 +327,30 @@ def test_learning_rate_is_compared_in_each_step(tmp_path: Path) -> None:
     assert (event.step, event.value, event.location) == (3, 0.9, None)
 
 
+@pytest.mark.parametrize(("last", "margin", "step"), [(80, 1, None), (80, 0, None), (112, 1, 83)])
+def test_learning_rate_of_all_healthy_runs_is_compared_with_that_of_its_step(
+    tmp_path: Path, last: int, margin: float, step: int | None
+) -> None:
+    """A cosine that rises after its end, at step 80, stays within the range of the steps 64 to 90 until their end."""
+
+    def rates(last: int) -> list[float]:
+        return [0.05 * (1 + math.cos(math.pi * min(at, last) / 80)) for at in range(112)]
+
+    for name in ("0", "1"):
+        metrics = [{"step": at, "phase": "train", "loss": 1.0, "lr": rate} for at, rate in enumerate(rates(80))]
+        write_values(tmp_path / name, {"rms": [1.0] * 28}, every=4, metrics_of=metrics)
+    made = make_reference([tmp_path / "0", tmp_path / "1"], out=tmp_path / "healthy.parquet")
+    assert 40 < made.rates.shape[1] < 80
+    entry = {"from": str(tmp_path / "healthy.parquet"), "margin": margin}
+    events = fired(entry, [Step(step=at, loss=1.0, lr=rate) for at, rate in enumerate(rates(last))])
+    assert [event.step for event in events] == ([] if step is None else [step])
+    metrics[50]["lr"] = 0.1
+    write_values(tmp_path / "2", {"rms": [1.0] * 28}, every=4, metrics_of=metrics)
+    assert not make_reference(
+        [tmp_path / name for name in "012"]
+    ).rates.size  # not a schedule: it differs between the runs
+
+
 def write_noisy_losses(folder: Path, count: int = 32) -> str:
     """Write two runs with losses whose means are 4 and 8 from step 4 on, and a statistic that is 1 in every eighth step."""
     for at, mean in enumerate((4.0, 8.0)):
@@ -524,6 +549,12 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
             {},
             "4",
             "4.bias.optimizer frozen; optimizer in 3 healthy runs",
+        ),
+        (
+            lambda model: model[2].bias.data.copy_(model[0].bias),
+            {},
+            "2",
+            "2.bias.equals 0.bias; missing in 3 healthy runs",
         ),
         (lambda model: None, {"lr": 0.1001}, None, "optimizer.lr 0.1001; 0.1 in 3 healthy runs"),
     ],
