@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process t
 # A garbage collection visits everything that PyTorch and transformers have imported, which takes a third of a second. It is
 # off while pytest collects the tests, and rare later.
 gc.disable()
-gc.set_threshold(20_000)
+gc.set_threshold(100_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
     # In a new environment, this process compiles other packages while the first one compiles PyTorch.

@@ -190,6 +190,7 @@ def other_mode(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not is_connected, reason="without the compiled kernel, no hook runs in C")
+@pytest.mark.combinations(2)
 @pytest.mark.parametrize("function", [nested, recursive, other_mode])
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("segments", [False, True])
