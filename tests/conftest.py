@@ -40,8 +40,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process t
 # A garbage collection visits everything that PyTorch and transformers have imported, which takes a third of a second. It is
 # off while pytest collects the tests, and rare later.
 gc.disable()
-gc.set_threshold(20_000)
+gc.set_threshold(100_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
+if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+    # In a new environment, this process compiles other packages while the first one compiles PyTorch.
+    for package in ("scipy.stats", "pandas", "matplotlib.pyplot", "networkx", "polars", "sklearn.datasets", "duckdb"):
+        import_module(package)
 KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"
 if KERNEL_DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's interpreter runs the kernels of a GPU on the CPU.
@@ -248,6 +252,12 @@ def fresh_workers() -> Iterator[None]:
     from joblib.externals.loky import get_reusable_executor
 
     get_reusable_executor().shutdown(wait=True, kill_workers=True)
+
+
+@pytest.fixture
+def few_objects() -> None:
+    """Exclude the objects of earlier tests and of imported packages from garbage collections and `gc.get_objects`, for speed."""
+    gc.freeze()
 
 
 @pytest.fixture

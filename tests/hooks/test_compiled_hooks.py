@@ -385,7 +385,7 @@ def groups() -> list[compiled_hooks.GraphHooks]:
     return [each for each in gc.get_objects() if type(each) is compiled_hooks.GraphHooks]
 
 
-def test_calls_without_steps_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_without_steps_take_no_more_memory(few_objects: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_hooks, "MAX_CALLS", 3)
     model = compiled(make("small"))
     earlier = {*groups()}
@@ -583,7 +583,7 @@ def test_other_models_of_the_class_keep_their_code() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_detach() -> None:
+def test_nothing_is_left_after_detach(few_objects: None) -> None:
     model = make("small").eval()
     called = compiled(model)
     batch = torch.ones(4, WIDTH)

@@ -632,7 +632,7 @@ def test_plain_calls_create_no_call_objects(names: tuple[str, ...]) -> None:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("names", [("outputs", "gradients"), ("outputs", "tame")])
-def test_model_of_plain_calls_is_freed(names: tuple[str, ...]) -> None:
+def test_model_of_plain_calls_is_freed(few_objects: None, names: tuple[str, ...]) -> None:
     """The objects of plain calls and the hooks of a module refer to each other."""
     model, hooks = nn.Linear(6, 3), {**SPECS, **INTERVENTIONS}
     with instrument.attach(model, {name: hooks[name] for name in names}) as probe:

@@ -190,6 +190,7 @@ def other_mode(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not is_connected, reason="without the compiled kernel, no hook runs in C")
+@pytest.mark.combinations(2)
 @pytest.mark.parametrize("function", [nested, recursive, other_mode])
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("segments", [False, True])
@@ -248,7 +249,7 @@ def test_plain_calls_run_two_functions_of_the_hooks() -> None:
 
 
 @pytest.mark.skipif(not is_connected, reason="without the compiled kernel, no hook runs in C")
-def test_plain_calls_keep_no_objects(tmp_path: Path) -> None:
+def test_plain_calls_keep_no_objects(few_objects: None, tmp_path: Path) -> None:
     inner = nn.Sequential(Calls(lambda x: x.relu().chunk(2)[0] * 2), Calls(torch.neg))
     model, x = nn.Sequential(inner, inner), torch.ones(4, 3, requires_grad=True)
     specs = {"h": FUNCTION, "own": {**FUNCTION, "own": True}}

@@ -326,7 +326,7 @@ def test_selective_checkpointing_does_not_save_results_of_hooks(hook: dict[str, 
 
 
 @pytest.mark.slow
-def test_checkpointed_graph_is_freed_while_hooked() -> None:
+def test_checkpointed_graph_is_freed_while_hooked(few_objects: None) -> None:
     """An aborted recomputation leaves calls that never return; nothing of their graph is kept."""
     specs = {kind: record(kind, "**") for kind in ("full_backward", "tensor")}
     kept: list[weakref.ref[Tensor]] = []

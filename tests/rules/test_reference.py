@@ -505,6 +505,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def made(healthy: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of the reference of the healthy runs, which is read faster than the runs."""
+    file = tmp_path_factory.mktemp("made") / "reference.parquet"
+    make_reference(healthy, out=file)
+    return str(file)
+
+
 def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -560,14 +568,14 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     ],
 )
 def test_other_setting_is_reported_live_and_afterwards(
-    healthy: Path,
+    made: str,
     tmp_path: Path,
     change: Callable[[nn.Sequential], object],
     options: Mapping[str, Any],
     layer: str | None,
     text: str,
 ) -> None:
-    rules = {"same": {"rule": "reference", "from": str(healthy)}}
+    rules = {"same": {"rule": "reference", "from": made}}
     with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
         probe = train(7, tmp_path, change=change, rules=rules, **options)
     live = probe.events[probe.events["rule"] == "same"]
@@ -688,12 +696,12 @@ def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tm
         assert make_reference(earlier).settings == {}
 
 
-def test_settings_of_many_modules_leave_room_for_the_root(healthy: Path, tmp_path: Path) -> None:
+def test_settings_of_many_modules_leave_room_for_the_root(made: str, tmp_path: Path) -> None:
     def add_modules(model: nn.Sequential) -> None:
         for number in range(30):
             model[0].add_module(f"unused{number}", nn.LazyLinear(2))
 
-    rules = {"same": {"rule": "reference", "from": str(healthy)}}
+    rules = {"same": {"rule": "reference", "from": made}}
     with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
         probe = train(7, tmp_path, change=add_modules, lr=0.1001, rules=rules)
     live = probe.events[probe.events["message"].str.startswith("other setting")]

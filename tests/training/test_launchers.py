@@ -14,6 +14,7 @@ from typing import Any
 import joblib
 import pytest
 from conftest import REPOSITORY
+from fork_server import Command
 from state_comparison import assert_same_tables
 from waiting import TIMEOUT, wait_until, wait_until_training
 
@@ -35,16 +36,9 @@ def folders(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir() if path.name.isdigit()}
 
 
-def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m instrument` in a new process in the working directory."""
-    return subprocess.run(
-        [sys.executable, "-m", "instrument", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "disabled", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
+def started(*arguments: str) -> Command:
+    """Start `python -m instrument` in another process and the working directory."""
+    return Command(Path.cwd(), "instrument", arguments, {"RAY_AUTH_MODE": "disabled"}, "sweep")
 
 
 @pytest.mark.slow
@@ -145,7 +139,7 @@ def test_jobs_in_worker_processes_give_the_same_rows(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_local_ray_cluster_runs_every_job(workdir: Path) -> None:
-    answer = run_process("-m", *TINY, *FAILING, "hydra.sweep.dir=out", "hydra/launcher=ray_local")
+    answer = started("-m", *TINY, *FAILING, "hydra.sweep.dir=out", "hydra/launcher=ray_local").wait()
     assert answer.returncode == 2, answer.stderr
     assert list(instrument.load("out").runs.status) == ["done", "done"]
     output = answer.stdout + answer.stderr
@@ -179,7 +173,7 @@ def test_existing_ray_cluster_runs_every_job(workdir: Path, ray_head: str) -> No
     write_custom_model("own_net.py")
     model = ("data=digits", "train.steps=2", "+model._target_=own_net.Net", "+model.note=0,1")
     launcher = ("hydra/launcher=ray_cluster", f"hydra.launcher.ray.init.address={ray_head}")
-    answer = run_process("-m", *model, "hydra.sweep.dir=out", *launcher)
+    answer = started("-m", *model, "hydra.sweep.dir=out", *launcher).wait()
     assert answer.returncode == 0, answer.stderr
     assert list(instrument.load("out").runs.status) == ["done", "done"]
     assert instrument.load("out").runs["model.note"].tolist() == [0, 1]
@@ -199,14 +193,11 @@ def test_sweep_survives_the_loss_of_a_ray_node(workdir: Path, monkeypatch: pytes
         lost = cluster.add_node(num_cpus=1)
         launcher = ("hydra/launcher=ray_cluster", f"hydra.launcher.ray.init.address={cluster.address}")
         arguments = ("-m", *TINY, f"seed=range(0,{jobs})", "hydra.sweep.dir=out", *launcher)
-        with Path("log").open("w") as log:
-            sweep = subprocess.Popen([sys.executable, "-m", "instrument", *arguments], stdout=log, stderr=log)
-        try:
-            wait_until(lambda: len([*Path("out").glob("*/run.json")]) >= jobs // 4, sweep)
-            cluster.remove_node(lost, allow_graceful=False)
-            assert sweep.wait(timeout=TIMEOUT) == 0, Path("log").read_text()
-        finally:
-            sweep.kill()
+        sweep = started(*arguments)
+        wait_until(lambda: len([*Path("out").glob("*/run.json")]) >= jobs // 4, sweep)
+        cluster.remove_node(lost, allow_graceful=False)
+        answer = sweep.wait()
+        assert answer.returncode == 0, answer.stderr
     finally:
         cluster.shutdown()
         signal.signal(signal.SIGTERM, handler)
