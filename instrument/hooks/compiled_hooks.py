@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..actions.base import UNKNOWN_CALL
 from ..config.hook_specs import graph_obstacle
 from ..stats.flatten import unreadable
-from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH
+from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH
 from ..values.nested import join_arguments, split_arguments
 from .attached_hook import AttachedHook
 from .clock import FiringIndex
@@ -222,6 +222,8 @@ class GraphHooks:
                 attached.opportunities += 1
 
     def _count_gradients(self, attached_hooks: Sequence[AttachedHook], call: Call, missing: str) -> None:
+        if missing == NO_GRAD and torch.is_inference_mode_enabled():  # tracing this would break the graph
+            missing = INFERENCE
         for attached in attached_hooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()

@@ -611,6 +611,21 @@ def test_modules_without_tensors_have_the_reason_of_the_uncompiled_model() -> No
     assert "no tensor" in rows[0][0]["cause"]
 
 
+def test_passes_without_gradients_have_the_reason_of_the_uncompiled_model() -> None:
+    model = make("small").eval()
+    (batch,) = batches(1)
+    rows = []
+    for called in (model, compiled(model)):
+        with instrument.attach(called, GRADIENTS) as probe:
+            for mode in (torch.inference_mode, torch.no_grad):
+                with mode():
+                    called(batch)
+            probe.end_step()
+        rows.append(probe.coverage())
+    assert rows[0] == rows[1]
+    assert "torch.inference_mode(); the module was called under torch.no_grad()" in rows[0][0]["cause"]
+
+
 @pytest.mark.slow
 def test_code_from_before_the_first_hooks_notices_them() -> None:
     """Here, the hooks are attached to the model itself, so that nothing tells that other code has compiled it."""
