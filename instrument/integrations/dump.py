@@ -45,14 +45,14 @@ class Dump:
     Args:
         model: The model. Each of its forward passes is one step of the comparison.
         layers: Pattern of module names, or several. `*` is one segment or a part of it, `**` is any number of segments, `.` is the root.
-        out: The folder, which must not contain a dump.
+        out: The folder, which must not contain a dump. Each process requires another folder.
         ids: The ids of the batch, which align the tokens of two dumps: `input_ids`, `position_ids`, `attention_mask` (0 for
             padding), integers or booleans of shape [batch, tokens] or [tokens], and `samples`, integers of shape [batch] or
             [tokens]. Those that are missing are read from the arguments of the model. If they change, assign `dump.ids` before each pass.
 
     Raises:
         ValueError: The patterns match no module, or a name of `ids` is unknown.
-        FileExistsError: The folder contains a dump.
+        FileExistsError: The folder contains a dump, or another process writes to it.
     """
 
     def __init__(
@@ -128,13 +128,16 @@ class Dump:
         types = {name: type(module).__name__ for name, module in self._modules.items()}
         about = {"order": [*self._tensors], "types": types, "skipped": self._skipped, "torch": str(torch.__version__)}
         metadata = {"format": "pt", "instrument": json.dumps(about)}
-        file = self.out / f"pass-{self._pass:06d}"
+        file = self.out / f"pass-{self._pass:06d}.safetensors"
         try:
             from safetensors.torch import save_file
 
-            save_file(self._tensors, f"{file}.safetensors", metadata)
+            file.touch(exist_ok=False)  # raises an error if another process writes to this folder
+            save_file(self._tensors, file, metadata)
         except (ImportError, KeyError):  # safetensors is not installed, or does not have a dtype
-            torch.save({"tensors": self._tensors, "metadata": metadata}, f"{file}.pt")
+            file.unlink(missing_ok=True)
+            with file.with_suffix(".pt").open("xb") as opened:
+                torch.save({"tensors": self._tensors, "metadata": metadata}, opened)
         self._pass, self._calls, self._tensors, self._skipped = self._pass + 1, {}, {}, {}
 
 

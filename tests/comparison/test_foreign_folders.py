@@ -508,6 +508,19 @@ def test_order_of_execution_includes_repeated_calls(tmp_path: Path) -> None:
     assert "activation[input] (ReLU), forward_pre input, call 1" in str(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=["safetensors", "pt"])
+def test_dump_of_another_process_is_not_overwritten(tmp_path: Path, dtype: torch.dtype) -> None:
+    network = nn.Identity()
+    first, second = (instrument.Dump(network, out=tmp_path) for _ in range(2))
+    with first:
+        network(torch.ones(2, dtype=dtype))
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    with pytest.raises(FileExistsError), second:
+        network(torch.zeros(2, dtype=dtype))
+    assert file.read_bytes() == before
+
+
 def test_dump_selects_layers_and_refuses_mistakes(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     instrument.dump(network, X, ["0.*", "1"], out=tmp_path)
