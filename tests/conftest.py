@@ -42,7 +42,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process t
 gc.disable()
 gc.set_threshold(100_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
-if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+IS_SECOND_PROCESS = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
+if IS_SECOND_PROCESS:
     # In a new environment, this process compiles other packages while the first one compiles PyTorch.
     for package in ("scipy.stats", "pandas", "matplotlib.pyplot", "networkx", "polars", "sklearn.datasets", "duckdb"):
         import_module(package)
@@ -83,12 +84,25 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.getoption("markexpr") else "all")
 
 
+class LastFirst(pytest.Dir):
+    """A folder whose files are imported from the last one on."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """In the second process, compile the last test modules of a new environment while the first process compiles the first ones."""
+    return LastFirst.from_parent(parent, path=path) if IS_SECOND_PROCESS else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most parameters as slow, move the longest tests to the front, and skip tests marked `gpu` without CUDA.
 
     Long work comes first, so that the processes end at the same time.
     """
+    items.sort(key=lambda item: item.path)  # the same in both processes
     mark_combinations(items)
     mark_spread(items)
     items.sort(key=lambda item: (_scope(_module(item.nodeid)) not in EXPENSIVE, item.path.stem not in LONGEST))
