@@ -30,9 +30,8 @@ FAR = 1000
 """The number of steps without a problem after which the next one has another cause: the time constant of the second moment of Adam,
 1 / (1 - 0.999)."""
 PARTS: tuple[Part, ...] = get_args(Part)
-# An evaluation follows a step, and is a forward pass.
-FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION = range(len(PARTS) + 1)
-PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE, "eval": EVALUATION}
+FORWARD, LOSS, BACKWARD, UPDATE = range(len(PARTS))
+PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"
@@ -313,11 +312,10 @@ class _Timeline:
         """Return the part of a training step in which to look for the cause of a leading event.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
-        An evaluation after usual training steps has other data or another mode.
         """
         part, _ = self.position(event)
         is_later = self.onset(event) > 0 and not _is_of_program(event)
-        return PARTS[FORWARD if part == EVALUATION else BACKWARD if part == UPDATE and is_later else part]
+        return PARTS[BACKWARD if part == UPDATE and is_later else part]
 
     def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
         """Return the sort key of an event among those of its rule.

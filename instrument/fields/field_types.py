@@ -157,7 +157,7 @@ class Heads(Spec):
     take: Indices = Field(description="The indices of the selected heads.")
 
 
-StructureName = Literal["block", "attention", "mlp", "norm", "embedding", "head", "router", "experts"]
+StructureName = Literal["block", "attention", "mlp", "norm", "embedding", "head", "router", "experts", "model"]
 STRUCTURES: dict[StructureName, str] = {
     "block": "a residual block: a repeated module that contains an attention",
     "attention": "nn.MultiheadAttention, or a module with projections to queries, keys and values",
@@ -167,6 +167,7 @@ STRUCTURES: dict[StructureName, str] = {
     "head": "the projection to classes or to the vocabulary after the blocks",
     "router": "a projection with one output per expert next to the experts",
     "experts": "modules of the same class, or parameters [experts, ., .], with a router",
+    "model": "the whole model; the outermost called modules of a ModuleList or ModuleDict",
 }
 """The parts of a transformer that `structure` finds. `instrument.plan.structure` has the rules."""
 
@@ -193,7 +194,8 @@ class Selection(Spec):
     ] = Field(
         (),
         description="Parts of a transformer, found by the structure of the model: block (residual block), attention, mlp, norm, "
-        "embedding, head (projection to classes or to the vocabulary), router, experts. 'layers' and 'types' restrict them.",
+        "embedding, head (projection to classes or to the vocabulary), router, experts; or the whole model. 'layers' and 'types' "
+        "restrict them.",
     )
     optional: bool = Field(
         False,

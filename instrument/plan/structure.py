@@ -23,6 +23,7 @@ Nothing is called. Names count less than shapes, since every library has its own
   [experts, ., .], if a router is found. With parameters of three dimensions, one module contains all experts.
 - `router`: a matrix with as many outputs as there are experts, in a module next to the experts (or their parent), whose name
   contains `gate`, `rout` or `switch`; with any name next to a module whose name contains `expert`.
+- `model`: the whole model, or the outermost modules that are called if it is a ModuleList or ModuleDict.
 """
 
 from __future__ import annotations
@@ -89,6 +90,16 @@ class _Structure:
         while name:
             name = name.rpartition(".")[0]
             yield self.by_name[name]
+
+    @cached_property
+    def model(self) -> list[Layer]:
+        return [*self._called(self.layers[0])]
+
+    def _called(self, layer: Layer) -> Iterator[Layer]:
+        for each in self.children.get(layer.name, ()) if layer.is_container else ():
+            yield from self._called(each)
+        if not layer.is_container:
+            yield layer
 
     def is_in(self, layer: Layer, parts: Iterable[Layer]) -> bool:
         keys = {id(part) for part in parts}

@@ -20,7 +20,8 @@ class NonFinite(LocatedRule[RuleBase], name="non_finite"):
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
     a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
-    do not count if it is finite. The values of layers with weights are not masks. It fires once for each location, and once for the
+    do not count if it is finite. The values of layers with weights are not masks. NaN in the input of the
+    whole model are missing numbers if the loss is finite. It fires once for each location, and once for the
     loss of each phase.
     """
 
@@ -68,7 +69,8 @@ class NonFinite(LocatedRule[RuleBase], name="non_finite"):
             location = chosen.locations[at]
             if not counts[row] or location in self._reported:
                 continue
-            if not nans[row] > 0 and _may_be_mask(location, loss):
+            is_given = not location.layer and location.role == "input" and loss is not None
+            if (is_given or not nans[row] > 0) and _may_be_mask(location, loss):
                 continue
             text = _counted(rows, int(row))
             if skipped and KINDS[location.kind].gradient:

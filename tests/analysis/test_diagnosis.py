@@ -149,7 +149,7 @@ def test_mean_loss_follows_tensors_that_left_the_reference_before_it(
 
 
 @pytest.mark.parametrize(
-    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "forward")]
+    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
 )
 def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part) -> None:
     message = f"outside of the reference: at step 20: {metric} 9, above 2; 1 to 1.5 in 3 healthy runs"

@@ -71,7 +71,7 @@ def found_in(model: nn.Module) -> dict[str, list[str]]:
 )
 def test_structure_of_a_transformer(example: Example) -> None:
     found = {name: len(layers) for name, layers in found_in(example.make()).items()}
-    assert found == {**dict.fromkeys(NAMES, 0), **example.parts, **MISSES.get(example.name, {})}
+    assert found == {**dict.fromkeys(NAMES, 0), "model": 1, **example.parts, **MISSES.get(example.name, {})}
 
 
 @pytest.mark.spread(1)
@@ -84,7 +84,7 @@ def test_structure_of_a_transformer(example: Example) -> None:
 )
 def test_convolutional_network_has_no_parts_of_a_transformer(name: str) -> None:
     found = found_in(Architecture("torchvision", name).make())
-    assert {name for name, layers in found.items() if layers} <= {"norm"}
+    assert {name for name, layers in found.items() if layers} <= {"norm", "model"}
 
 
 def test_names_of_the_parts() -> None:
@@ -95,6 +95,7 @@ def test_names_of_the_parts() -> None:
     assert found["mlp"] == [f"{block}.mlp.c_proj" for block in blocks]  # minGPT never calls its ModuleDict `mlp`
     assert found["embedding"] == ["transformer.wte", "transformer.wpe"]
     assert found["head"] == ["lm_head"]
+    assert found["model"] == [""]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, HEADS, 32, batch_first=True), 2)
     assert found_in(encoder)["mlp"] == ["layers.0.linear2", "layers.1.linear2"]
 
@@ -106,7 +107,9 @@ def test_classes_as_many_as_blocks_are_no_router() -> None:
             self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
             self.classifier = nn.Linear(4, 5)
 
-    assert not any(found_in(Net()).values())
+    found = found_in(Net())
+    assert {name for name, layers in found.items() if layers} == {"model"}
+    assert found["model"] == [*(f"layers.{at}" for at in range(5)), "classifier"]  # nothing calls the whole
 
 
 def test_structure_is_restricted_by_the_other_fields() -> None:

@@ -71,6 +71,9 @@ MASK = {
         (MASK, None, 0),
         (MASK, math.inf, 1),
         ({**MASK, "nan_count": 1}, 1.0, 1),
+        ({**MASK, "nan_count": 1, "layer": ""}, 1.0, 0),  # missing numbers that the model is given
+        ({**MASK, "nan_count": 1, "layer": ""}, None, 1),
+        ({**MASK, "nan_count": 1, "layer": ""}, math.nan, 1),
         ({**MASK, "module_type": "MultiheadAttention"}, 1.0, 0),
         ({**MASK, "module_type": "Linear"}, 1.0, 1),
         ({"module_type": "MaskedScores", "inf_count": 9}, 1.0, 0),

@@ -243,7 +243,7 @@ def test_hook_set_of_inputs_shows_features_that_no_sample_of_a_batch_has(tmp_pat
         probe = run("new", 3, 5, rules={"same": {"rule": "reference", "from": str(tmp_path / "healthy")}})
     message = probe.events.loc[probe.events["rule"] == "same", "message"].iloc[0]
     text = "dead_fraction 0.375, above 0.1001; 0 to 0 in 3 healthy runs"  # 3 of 8; rms and std are the same
-    assert message == f"outside of the reference: at step 1 in 0[0] input (inputs): {text}"
+    assert message == f"outside of the reference: at step 1 in .[0] input (model_inputs): {text}"
 
 
 def test_hidden_inputs_of_constant_data_are_not_compared(tmp_path: Path) -> None:
