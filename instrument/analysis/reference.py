@@ -55,6 +55,9 @@ NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
 # The probability that a value of a healthy run is outside, if the differences between runs are normal. A run has one mean loss, and
 # thousands of other series.
 TAIL, TAIL_OF_MEAN_LOSS = 1e-5, 1e-4
+# The largest of many elements has an exponential tail: as often as a normal value exceeds 4.3 standard deviations, it exceeds 8.5
+# (E. J. Gumbel, Statistics of Extremes, 1958).
+WIDTH_OF_EXTREMES = 2.0
 INDEPENDENT_PHASES = 4
 # The variance of a value that is neither a factor nor a fraction is averaged over so many: that of a loss falls with the loss.
 NEAR_PHASES = 3
@@ -324,5 +327,6 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         widths = t * np.sqrt(np.fmax(variances, pooled) * (1 + 1 / count))
     else:
         widths = (high - low).max(axis=1)
-    spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors)
+    is_extreme = (statistics == "abs_max").to_numpy() & (count > 1)
+    spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors) * np.where(is_extreme, WIDTH_OF_EXTREMES, 1.0)
     return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)

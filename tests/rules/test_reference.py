@@ -114,6 +114,8 @@ def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, stati
     ("statistic", "runs", "spread"),
     [
         ("rms", [[2.0], [2.0]], 1.25),
+        ("abs_max", [[2.0], [2.0]], 1.25**2),
+        ("abs_max", [[2.0]], 4.0),
         ("zero_fraction", [[0.5], [0.5]], 0.1),
         ("mean", [[-2.0], [-2.0]], 0.5),
         ("rms", [[2.0]], 4.0),
@@ -526,7 +528,9 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     file.unlink()
     assert findings.main([str(tmp_path / "run")]) == findings.FIRED
     message = events["message"].iloc[0].partition("in 2 output")[2]
-    assert f"step 1: 2 output{message} ({len(events) - 1} more events)" in capsys.readouterr().out
+    assert (
+        f"step 1: 2 output{message} ({len(events) - 1} more event{'s' * (len(events) > 2)})" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
