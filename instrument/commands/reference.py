@@ -22,7 +22,7 @@ from instrument.commands.verbs import add_json, parser_of, print_json, with_argu
 from instrument.errors import ConfigError, Problem, similar_names
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
-from instrument.rules.reference_ranges import KEY, RATIOS, STARTS, Reference
+from instrument.rules.reference_ranges import KEY, RATIOS, STARTS, Reference, phase_of, steps_of
 from instrument.rules.step_rows import location_label, location_name
 
 
@@ -119,7 +119,8 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     """Print the locations at which a run leaves a reference, and return the exit code."""
     run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
-    recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}
+    of_run = ranges_of(run, ranges.statistics).index
+    recorded = {key[: len(KEY)] for key in of_run}
     known = ranges.locations or list(ranges.index)
     missing = [key for key in known if key not in recorded]
     located = ((key[0] or key[-1], location_name(key[1], key[4], key[2]) if key[0] else "metrics") for key in missing)
@@ -128,9 +129,12 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
         message = "the run recorded no location of the reference"
         fix = "compare runs of the same model, recorded with hooks of the same names"
         raise ConfigError(Problem("--reference", message, reference, names, fix=fix))
+    out, last = sys.stderr if as_json else sys.stdout, ranges.about["last_step"]
     if missing:
-        text = f"{len(missing)} of {len(known)} locations of the reference were not recorded: {names}"
-        print(text, file=sys.stderr if as_json else sys.stdout)
+        print(f"{len(missing)} of {len(known)} locations of the reference were not recorded: {names}", file=out)
+    if of_run.get_level_values("phase_of_training").max() > (phase := phase_of(last)):
+        text = f"steps after {steps_of(phase)[-1]} were not compared: the reference ends at step {last}"
+        print(text, file=out)
     return print_findings(fired, run, as_json=as_json, otherwise=f"nothing outside of {reference}")
 
 

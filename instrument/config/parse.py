@@ -271,7 +271,10 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
     if kind in ("string_type", "tuple_type") and isinstance(given, type):
         return Problem(key, "must be a name, not a class", given=given, fix=f"write types: {given.__name__}")
     if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
-        return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
+        # YAML reads a slice without quotes, such as [:, 3], as a list.
+        is_list = isinstance(given, list | tuple) and not any(":" in str(each) for each in given)
+        fix = "write one of the values" if is_list else "put the value in quotes"
+        return Problem(key, _not_a_string(given), given=given, fix=fix)
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
         message = "not an allowed value" if isinstance(given, str | None) else _not_a_string(given)

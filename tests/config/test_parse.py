@@ -710,6 +710,20 @@ def test_word_converted_by_yaml_is_reported(spec: str, where: str) -> None:
     assert found.message.startswith("must be a string, not ")
 
 
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"role": ["input", "output"]}, "write one of the values"),
+        ({"kind": ["forward", "tensor"]}, "write one of the values"),
+        ({"path": [":", 3]}, "put the value in quotes"),
+        ({"path": False}, "put the value in quotes"),
+    ],
+)
+def test_value_that_is_not_a_string_has_a_fix(given: dict[str, Any], fix: str) -> None:
+    (found,) = problems_in(parse_hooks, {"h": {**RECORD, **given}})
+    assert (found.where, found.fix) == (f"hooks.h.{min(given)}", fix)
+
+
 @pytest.mark.parametrize("key", ["fn", "action"])
 def test_null_is_reported_as_missing(key: str) -> None:
     (found,) = problems_in(parse_hooks, {"h": {**NOISE, "fn": "nan", key: None}})

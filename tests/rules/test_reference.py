@@ -875,6 +875,17 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert reference.main(["make", str(healthy), "--out", str(tmp_path / "no" / "file")]) == 2
 
 
+@pytest.mark.parametrize("count", [23, 24])
+def test_check_names_the_steps_after_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    file, run = tmp_path / "reference.parquet", write_losses(tmp_path / "longer", count)
+    make_reference(write_losses(tmp_path / "healthy"), out=file)  # steps 0 to 19: the last phase has the steps 16 to 22
+    assert reference.main(["check", f"{run}/0", "--reference", str(file)]) == 0
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert lines == ["steps after 22 were not compared: the reference ends at step 19"] * (count > 23)
+
+
 @pytest.mark.slow
 def test_experiment_uses_a_reference_and_keeps_it(cli: Callable[..., Answer], workdir: Path) -> None:
     run = ["model=mlp", "data=digits", "hooks=activations", "train.steps=1"]
