@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
 from ..actions.context_sums import MicroGradients
+from ..runtime.lazy_compiler import excluded_method
 from ..tables.reasons import CLEARED, SWAPPED
 from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook, fire_all, unscaled
@@ -70,9 +71,10 @@ class GradientHooks(HookGroup):
         elif parameter is not None and _can_train(parameter):
             with _requiring_grad(parameter):
                 if self.micro or self.measured:
-                    self.handles.append(parameter.register_hook(self.on_gradient))
+                    self.handles.append(parameter.register_hook(excluded_method(self.on_gradient)))
                 if self.accumulated or self.measured:
-                    self.handles.append(parameter.register_post_accumulate_grad_hook(self.on_accumulated))
+                    hook = excluded_method(self.on_accumulated)
+                    self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _fire(
         self, attached_hooks: Sequence[AttachedHook], kind: str, gradient: Tensor, value: Tensor | None

@@ -216,7 +216,9 @@ class Layers:
                     if isinstance(item, nn.Module) and id(item) not in known:
                         known.add(id(item))
                         # Keras registers the parameters of its layers in another module.
-                        is_held = self.parameter_names.keys() >= {*map(id, item.parameters())}
+                        is_held = hasattr(item, "_parameters") and self.parameter_names.keys() >= {
+                            *map(id, item.parameters())
+                        }
                         lost = "" if is_held else "its parameters are not trained, moved or saved, and "
                         message = (
                             f"{location} ({type(item).__name__}) is in a plain Python list or dict, where PyTorch does not find "

@@ -163,6 +163,8 @@ def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
     model.held = nn.ParameterList(model.blocks[0].parameters())  # as Keras registers them
     hidden = Layers.of(model).hidden_messages()
     assert ["not trained" in message for _, message in hidden[:3]] == [False, True, False]
+    model.inner.extra.append(nn.Module.__new__(nn.Linear))  # without parameters until its initialization
+    assert "not trained" in Layers.of(model).hidden_messages()[-1][1]
 
 
 @pytest.mark.parametrize("model", [Block(), Shared(), keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])

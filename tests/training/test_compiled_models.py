@@ -140,6 +140,28 @@ def test_compiled_training_step_may_evaluate_and_end_the_step() -> None:
     assert losses.equals(expected_losses)
 
 
+def test_compiled_backward_pass_traces_no_code_of_hooks() -> None:
+    kinds = "parameter_grad_micro", "post_accumulate_grad", "parameter_grad"
+    hooks = {kind: {"layers": ".", "kind": kind, "action": "record", "stats": ["l2"]} for kind in kinds}
+    hooks["parameter_grad"]["stats"] = ["gradient_noise"]
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for is_compiled in (False, True):
+            optimizer.zero_grad()
+            for scale in (1, 2):
+                loss = model(torch.full((1, 2), float(scale))).sum()
+                with torch._dynamo.config.patch(compiled_autograd=True):
+                    torch.compile(loss.backward, backend="eager", disable=not is_compiled)()
+                probe.end_micro_step()
+            optimizer.step()
+            probe.end_step()
+    columns = ["hook", "path", "micro_step", "l2", "gradient_noise"]
+    plain, compiled = (rows[columns].reset_index(drop=True) for _, rows in probe.stats.groupby("step"))
+    assert len(plain) == 10
+    assert compiled.equals(plain)
+
+
 @pytest.mark.slow
 def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
