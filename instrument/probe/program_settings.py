@@ -65,12 +65,16 @@ def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str
 def equal_parameters(layers: Layers) -> dict[str, dict[str, str]]:
     """Return the first parameter to which each one is equal, by layer, as settings such as `weight.equals`.
 
-    Some elements are compared, all at once. Constants, such as zeros, and parameters of which a process has a part are left out.
+    Some elements are compared, all at once. Constants, such as zeros, are left out, and so are sparse, quantized and distributed
+    parameters, and those whose memory is freed.
     """
     parameters: dict[int, tuple[str, str, Parameter]] = {}
     for layer in layers:
         for name, each in layer.own_parameters():
-            if type(each) is Parameter and each.numel() > 1 and not each.is_meta:
+            is_dense = (
+                type(each) is Parameter and each.layout is torch.strided and not (each.is_meta or each.is_quantized)
+            )
+            if is_dense and each.numel() > 1 and each.untyped_storage().nbytes():
                 parameters.setdefault(id(each), (layer.name, name, each))
     settings: dict[str, dict[str, str]] = {}
     first: dict[tuple[Any, ...], str] = {}

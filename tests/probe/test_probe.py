@@ -165,8 +165,9 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
-    """A constant tells nothing, and neither does a parameter of another dtype or shape."""
+    """A constant tells nothing, and neither does a parameter of another dtype or shape, or one whose elements cannot be read."""
     model = nn.Sequential(
         nn.Linear(5, 5), nn.LayerNorm(5), nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5).double(), nn.PReLU(5)
     )
@@ -176,6 +177,11 @@ def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
     model[3].bias.data.copy_(model[0].bias).add_(1e-6)
     model.extend(copy.deepcopy(model[3:4]))
     model[6].bias.data[-1].mul_(1 + 2**-23)
+    for at in (1, 2):
+        quantized = torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+        model[at].quantized = nn.Parameter(quantized, requires_grad=False)
+        model[at].freed = nn.Parameter(values.clone())
+        model[at].freed.untyped_storage().resize_(0)  # as of a sharded parameter
     with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
         model[0].weight.data.add_(1)  # an update
         probe.end_step()
