@@ -253,6 +253,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
                 left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
+                if rows.step:  # a loop that goes on, with parameters that were updated
+                    left.update(name for name in others if name.endswith(".equals"))
                 names = [name for name in others if is_of_graph(name) == compares_graph and name not in left]
                 if names and parent in settings and parent in healthy:
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))

@@ -597,6 +597,15 @@ def test_other_setting_is_reported_live_and_afterwards(
         assert not any("other setting" in event.message for event in quiet)
 
 
+def test_parameters_of_a_loop_that_goes_on_are_not_those_of_its_start(made: str, tmp_path: Path) -> None:
+    rules = {"same": {"rule": "reference", "from": made}}
+    with pytest.warns(instrument.InstrumentWarning, match=r"other setting: at step 4: optimizer\.lr 0\.1001"):
+        probe = train(
+            7, tmp_path, change=lambda model: model[2].bias.data.copy_(model[0].bias), lr=0.1001, rules=rules, step=4
+        )
+    assert not probe.events["message"].str.contains("equals").any()
+
+
 @pytest.mark.parametrize(("length", "rate", "names"), [(90, 0.1, []), (100, 0.1001, ["initial_lr"]), (2, 0.1, ["lr"])])
 def test_learning_rate_of_a_schedule_has_a_margin(tmp_path: Path, length: int, rate: float, names: list[str]) -> None:
     """Its first rate has none: the schedule of PyTorch keeps it."""
