@@ -26,7 +26,7 @@ from instrument.hooks.clock import Clock
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.modules import Layers
-from instrument.probe.program_settings import LossOperators
+from instrument.probe.program_settings import LossOperators, equal_parameters
 from instrument.rules.reference_ranges import GRAPH_PARTS
 from instrument.tables.reasons import NEVER_DUE
 
@@ -190,6 +190,12 @@ def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
         f"{layer}.{name}": text for layer, own in settings.items() for name, text in own.items() if "equals" in name
     }
     assert equal == {"3.weight.equals": "0.weight", "6.weight.equals": "0.weight"}
+
+
+@pytest.mark.gpu
+def test_equal_parameters_on_several_devices_have_the_first_one() -> None:
+    model = nn.ParameterList(torch.arange(4.0, device=device) for device in ("cpu", "cuda", "cpu"))
+    assert equal_parameters(Layers.of(model)) == {"": {"1.equals": "0", "2.equals": "0"}}
 
 
 class _Stack(nn.Module):
