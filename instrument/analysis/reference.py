@@ -201,12 +201,12 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
 
 def _common_rates(runs: Sequence[RunTables]) -> list[tuple[int, float]]:
     """Return each step at which the learning rate changes, and its value; none if it ever differs between the runs, as if it depends on
-    their losses."""
+    their losses, which one run does not show."""
     of_training = (ds.field("phase") == "train") & ds.field("lr").is_valid()
     tables = [[batch.to_pandas() for batch in run.scan("metrics", ["step", "lr"], of_training)] for run in runs]
-    if not all(tables):
+    if len(runs) == 1 or not all(tables):
         return []
-    rates = pd.concat([pd.concat(each).groupby("step")["lr"].max() for each in tables], axis=1).dropna()
+    rates = pd.concat([pd.concat(each).groupby("step")["lr"].max() for each in tables], axis=1).sort_index()
     least, most = rates.min(axis=1), rates.max(axis=1)
     if not np.allclose(least, most, rtol=1e-6, atol=0):
         return []
@@ -220,7 +220,7 @@ def _common_rates(runs: Sequence[RunTables]) -> list[tuple[int, float]]:
 def _varied(run: RunTables) -> set[tuple[str, ...]]:
     """Return the locations of inputs whose fingerprints differ in each two successive steps of the first ones.
 
-    None of a run in which the first input repeats: those of later layers then differ only because of the parameters.
+    None of a run in which the inputs of the first module repeat: those of later layers then differ only because of the parameters.
     """
     prints: defaultdict[tuple[str, ...], dict[int, tuple[int, int]]] = defaultdict(dict)  # of several calls in a step
     of_inputs = (ds.field("step") < FIRST_STEPS) & (ds.field("role") == "input") & ~ds.field("recompute")
@@ -233,7 +233,8 @@ def _varied(run: RunTables) -> set[tuple[str, ...]]:
     varied = [
         key for key, each in values.items() if each[1:] and all(one != other for one, other in itertools.pairwise(each))
     ]
-    return {*varied} if varied[:1] == [*prints][:1] else set()
+    first = {key[:2] for key in [*prints][:1]}  # its hook and layer: of several inputs, one can be a mask
+    return set() if first.isdisjoint(key[:2] for key in varied) else {*varied}
 
 
 def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:

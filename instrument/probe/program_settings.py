@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -65,24 +66,34 @@ def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str
 def equal_parameters(layers: Layers) -> dict[str, dict[str, str]]:
     """Return the first parameter to which each one is equal, by layer, as settings such as `weight.equals`.
 
-    Some elements are compared, all at once. Constants, such as zeros, and parameters of which a process has a part are left out.
+    Some elements are compared, all at once. Constants, such as zeros, are left out, and so are sparse, quantized and distributed
+    parameters, and those whose memory is freed.
     """
     parameters: dict[int, tuple[str, str, Parameter]] = {}
     for layer in layers:
         for name, each in layer.own_parameters():
-            if type(each) is Parameter and each.numel() > 1 and not each.is_meta:
+            is_dense = (
+                type(each) is Parameter and each.layout is torch.strided and not (each.is_meta or each.is_quantized)
+            )
+            if is_dense and each.numel() > 1 and each.untyped_storage().nbytes():
                 parameters.setdefault(id(each), (layer.name, name, each))
+    contents: dict[int, bytes] = {}
+    for device in {each.device for *_, each in parameters.values()}:
+        of_device = [each for *_, each in parameters.values() if each.device == device]
+        samples = [each.detach().flatten()[:: -(-each.numel() // SAMPLE)].contiguous() for each in of_device]
+        content = torch.cat([each.view(torch.uint8) for each in samples]).cpu().numpy().tobytes()
+        ends = itertools.accumulate(each.nbytes for each in samples)
+        contents |= {
+            id(each): content[end - sample.nbytes : end]
+            for each, sample, end in zip(of_device, samples, ends, strict=True)
+        }
     settings: dict[str, dict[str, str]] = {}
     first: dict[tuple[Any, ...], str] = {}
-    for device in {each.device for *_, each in parameters.values()}:
-        of_device = [named for named in parameters.values() if named[-1].device == device]
-        samples = [each.detach().flatten()[:: -(-each.numel() // SAMPLE)].contiguous() for *_, each in of_device]
-        content = memoryview(torch.cat([each.view(torch.uint8) for each in samples]).cpu().numpy().tobytes())
-        for (owner, name, each), sample in zip(of_device, samples, strict=True):
-            own, content = bytes(content[: sample.nbytes]), content[sample.nbytes :]
-            equal = first.setdefault((each.shape, each.dtype, own), full_name := f"{owner}.{name}".removeprefix("."))
-            if equal != full_name and own != own[: each.element_size()] * len(sample):
-                settings.setdefault(owner, {})[f"{name}.equals"] = equal
+    for owner, name, each in parameters.values():
+        own, size = contents[id(each)], each.element_size()
+        equal = first.setdefault((each.shape, each.dtype, own), full_name := f"{owner}.{name}".removeprefix("."))
+        if equal != full_name and own != own[:size] * (len(own) // size):
+            settings.setdefault(owner, {})[f"{name}.equals"] = equal
     return settings
 
 

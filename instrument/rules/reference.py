@@ -67,8 +67,8 @@ class ReferenceRule(PersistentRule):
     numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
-    known. The learning rate, which nothing in its step changes, is compared in each step: with that of the same step, if all runs have
-    the same in all steps. Its margin is then a factor of 1.25. `mean_loss`, the mean loss of all steps of a
+    known. The learning rate, which nothing in its step changes, is compared in each step: with that of the same step, if several runs
+    have the same in all steps. Its margin is then a factor of 1.25. `mean_loss`, the mean loss of all steps of a
     phase of training, is compared when the phase has ended: it differs less between runs than the loss of one step. NaN and infinities
     are not compared, nor are steps after the last phase in which the runs have values.
 
@@ -77,7 +77,7 @@ class ReferenceRule(PersistentRule):
     others with the same hook: the model is another one.
 
     An input is reported if it has equal bits in two successive steps of the first four, and in none of the runs, unless `stats` is given,
-    or the first input of a step repeats in one of the runs: the others then differ only because of the parameters.
+    or the inputs of the first module repeat in one of the runs: the others then differ only because of the parameters.
     This reads the statistic `fingerprint`.
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
@@ -255,6 +255,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
                 left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
+                if rows.step:  # a loop that goes on, with parameters that were updated
+                    left.update(name for name in others if name.endswith(".equals"))
                 names = [name for name in others if is_of_graph(name) == compares_graph and name not in left]
                 if names and parent in settings and parent in healthy:
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))

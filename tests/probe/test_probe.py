@@ -26,7 +26,7 @@ from instrument.hooks.clock import Clock
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.modules import Layers
-from instrument.probe.program_settings import LossOperators
+from instrument.probe.program_settings import LossOperators, equal_parameters
 from instrument.rules.reference_ranges import GRAPH_PARTS
 from instrument.tables.reasons import NEVER_DUE
 
@@ -165,8 +165,9 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
-    """A constant tells nothing, and neither does a parameter of another dtype or shape."""
+    """A constant tells nothing, and neither does a parameter of another dtype or shape, or one whose elements cannot be read."""
     model = nn.Sequential(
         nn.Linear(5, 5), nn.LayerNorm(5), nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5).double(), nn.PReLU(5)
     )
@@ -176,6 +177,11 @@ def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
     model[3].bias.data.copy_(model[0].bias).add_(1e-6)
     model.extend(copy.deepcopy(model[3:4]))
     model[6].bias.data[-1].mul_(1 + 2**-23)
+    for at in (1, 2):
+        quantized = torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+        model[at].quantized = nn.Parameter(quantized, requires_grad=False)
+        model[at].freed = nn.Parameter(values.clone())
+        model[at].freed.untyped_storage().resize_(0)  # as of a sharded parameter
     with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
         model[0].weight.data.add_(1)  # an update
         probe.end_step()
@@ -184,6 +190,12 @@ def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
         f"{layer}.{name}": text for layer, own in settings.items() for name, text in own.items() if "equals" in name
     }
     assert equal == {"3.weight.equals": "0.weight", "6.weight.equals": "0.weight"}
+
+
+@pytest.mark.gpu
+def test_equal_parameters_on_several_devices_have_the_first_one() -> None:
+    model = nn.ParameterList(torch.arange(4.0, device=device) for device in ("cpu", "cuda", "cpu"))
+    assert equal_parameters(Layers.of(model)) == {"": {"1.equals": "0", "2.equals": "0"}}
 
 
 class _Stack(nn.Module):

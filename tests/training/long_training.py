@@ -39,7 +39,7 @@ def main(folder: Path, steps: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     specs = {
         "acts": {"layers": "**", "kind": "forward", "action": "record"},

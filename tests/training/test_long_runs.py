@@ -32,8 +32,8 @@ def test_resources_of_a_long_run_are_constant(tmp_path: Path, steps: int) -> Non
     assert late["files"] == early["files"]
     run = instrument.load(tmp_path / "run")
     assert len(run.metrics) == steps
-    assert len(run.read("stats", ["step"])) == steps * 4
-    assert len(run.read("tensors", ["step"])) == steps // 100
+    assert len(run.read("stats", ["step"])) == steps * 8
+    assert len(run.read("tensors", ["step"])) == steps // 100 * 3
 
 
 def test_names_of_layers_and_hooks_are_not_file_names(tmp_path: Path) -> None:
