@@ -68,7 +68,7 @@ LARGEST = 80.0  # the largest logarithm of a factor, which float32 can represent
 
 
 def make_reference(
-    runs: str | Path | Iterable[str | Path], statistics: Sequence[str] = (), *, out: str | Path | None = None
+    runs: str | Path | Iterable[str | Path], statistics: str | Sequence[str] = (), *, out: str | Path | None = None
 ) -> Reference:
     """Compute the ranges of statistics in healthy runs; see the rule `reference`.
 
@@ -90,7 +90,8 @@ def make_reference(
     if not isinstance(runs, Iterable | Path):
         raise ConfigError(Problem("runs", "must be a folder, a pattern or several of these", type(runs).__name__))
     given = (str(runs),) if isinstance(runs, str | Path) else tuple(str(each) for each in runs)
-    reference = _from_runs(given, tuple(statistics), "runs", "statistics")
+    names = (statistics,) if isinstance(statistics, str) else tuple(statistics)
+    reference = _from_runs(given, names, "runs", "statistics")
     if out is not None:
         try:
             Path(out).write_bytes(reference.content())
@@ -173,6 +174,8 @@ def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
     runs = [run for each in given for run in _runs(each, where)]
+    if not runs:
+        raise ConfigError(Problem(where, "there is no run", fix="give the folders of healthy runs"))
     fix, reasons = "leave it out, or complete it", ((run, _why_unhealthy(run)) for run in runs)
     what = "the run is not healthy: "
     raise_problems([Problem(where, what + why, str(run.path), fix=fix) for run, why in reasons if why])

@@ -80,7 +80,8 @@ def equal_parameters(layers: Layers) -> dict[str, dict[str, str]]:
     contents: dict[int, bytes] = {}
     for device in {each.device for *_, each in parameters.values()}:
         of_device = [each for *_, each in parameters.values() if each.device == device]
-        samples = [each.detach().flatten()[:: -(-each.numel() // SAMPLE)].contiguous() for each in of_device]
+        samples = [each.detach().flatten()[:: -(-each.numel() // SAMPLE)] for each in of_device]
+        samples = [each.resolve_conj().resolve_neg().contiguous() for each in samples]
         content = torch.cat([each.view(torch.uint8) for each in samples]).cpu().numpy().tobytes()
         ends = itertools.accumulate(each.nbytes for each in samples)
         contents |= {

@@ -192,6 +192,12 @@ def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
     assert equal == {"3.weight.equals": "0.weight", "6.weight.equals": "0.weight"}
 
 
+def test_conjugate_and_negated_parameters_are_equal_to_their_values() -> None:
+    values = torch.complex(torch.arange(6.0), -torch.arange(6.0)).conj()
+    model = nn.ParameterList([values, values.resolve_conj(), values.imag, torch.arange(6.0)])
+    assert equal_parameters(Layers.of(model)) == {"": {"1.equals": "0", "3.equals": "2"}}
+
+
 @pytest.mark.gpu
 def test_equal_parameters_on_several_devices_have_the_first_one() -> None:
     model = nn.ParameterList(torch.arange(4.0, device=device) for device in ("cpu", "cuda", "cpu"))

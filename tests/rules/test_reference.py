@@ -266,7 +266,13 @@ def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
         tmp_path / "a", {"rms": [1.0, 1.0], "std": [None, 1.0], "kurtosis": [1.0, 2.0], "row_entropy": [1.0, 2.0]}
     )
     assert make_reference(tmp_path).statistics == ("rms", "std", "row_entropy")
-    assert make_reference(tmp_path, ["kurtosis"]).statistics == ("kurtosis",)
+    assert (
+        make_reference(tmp_path, ["kurtosis"]).statistics
+        == make_reference(tmp_path, "kurtosis").statistics
+        == ("kurtosis",)
+    )
+    with pytest.raises(ConfigError, match="runs: there is no run"):
+        make_reference([])
     assert fired({"from": str(tmp_path), "for": 1}, stepped([99.0], "std")) == []
     (event,) = fired({"from": str(tmp_path), "for": 1}, stepped([1.0, 99.0], "std"))
     assert event.message.startswith("outside of the reference: at step 1 in a output (seen): std 99, above 4;")
