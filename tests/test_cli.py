@@ -245,7 +245,7 @@ PRESETS = {
     "gradients": {"output_gradients", "parameter_gradients"},
     "parameters": {"parameters", "updates"},
     "dead_relu": {"dead_relu"},
-    "inputs": {"inputs"},
+    "inputs": {"inputs", "model_inputs"},
     "fingerprints": {"weights"},
 }
 ALL_PRESETS = f"[{','.join(PRESETS)}]"

@@ -202,7 +202,7 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     return Reference(table, about)
 
 
-def _common_rates(runs: Sequence[RunTables]) -> list[tuple[int, float]]:
+def _common_rates(runs: Sequence[RunTables]) -> list[list[float]]:
     """Return each step at which the learning rate changes, and its value; none if it ever differs between the runs, as if it depends on
     their losses, which one run does not show."""
     of_training = (ds.field("phase") == "train") & ds.field("lr").is_valid()
@@ -213,10 +213,10 @@ def _common_rates(runs: Sequence[RunTables]) -> list[tuple[int, float]]:
     least, most = rates.min(axis=1), rates.max(axis=1)
     if not np.allclose(least, most, rtol=1e-6, atol=0):
         return []
-    small, changes = SMALL_RATE * most.max(), list[tuple[int, float]]()
+    small, changes = SMALL_RATE * most.max(), list[list[float]]()
     for step, rate in most.items():
         if not (changes and math.isclose(rate, changes[-1][1], rel_tol=CHANGE_OF_RATE, abs_tol=small)):
-            changes.append((int(step), rate))
+            changes.append([int(step), float(rate)])
     return changes
 
 
