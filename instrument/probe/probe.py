@@ -786,8 +786,6 @@ class Probe(OwnedByProcess):
             self.ranks.load_state_dict(state["ranks"])
 
 
-for _method in (
-    Probe.end_step,
-    Recorder.end_step,
-):  # the loop may be compiled, or a step of the optimizer whose hook calls it
+# The loop may be compiled, or a step of the optimizer whose hook calls it.
+for _method in (Probe.end_step, Recorder.end_step):
     run_outside_of_graphs(_method)

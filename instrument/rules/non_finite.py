@@ -20,9 +20,8 @@ class NonFinite(LocatedRule[RuleBase], name="non_finite"):
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
     a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
-    do not count if it is finite. The values of layers with weights are not masks. NaN in the input of the
-    whole model are missing numbers if the loss is finite. It fires once for each location, and once for the
-    loss of each phase.
+    do not count if it is finite. The values of layers with weights are not masks. NaN in the input of the whole model is a missing
+    number if the loss is finite. It fires once for each location, and once for the loss of each phase.
     """
 
     what = "non-finite value"

@@ -255,7 +255,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
                 left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
-                if rows.step:  # a loop that goes on, with parameters that were updated
+                if rows.step:  # a continued loop, whose parameters were updated
                     left.update(name for name in others if name.endswith(".equals"))
                 names = [name for name in others if is_of_graph(name) == compares_graph and name not in left]
                 if names and parent in settings and parent in healthy:
