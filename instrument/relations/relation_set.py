@@ -14,12 +14,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group import HookGroup, InertWhenCopied, StepPostHooks
 from ..rules.step_rows import RelationRow
-from ..runtime.lazy_compiler import run_outside_of_graphs
+from ..runtime.lazy_compiler import has_compiled, run_outside_of_graphs
 from .exchange import has_processes
 from .observations import (
     BATCHES,
@@ -65,6 +66,7 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
         self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
+        self._of_steps: dict[RemovableHandle, Callable[..., None]] = {}  # the hooks of the steps of optimizers
         self._observed = HookGroup((), clock)  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
         self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
@@ -82,10 +84,12 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
         if not isinstance(training.model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
-        # These stay: a step may end in a hook of the optimizer, while PyTorch iterates over its hooks.
+        of_model = len(self.handles)
         for optimizer in training.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.register_after_step(optimizer)
+        of_steps = ((handle, handle.hooks_dict_ref()) for handle in self.handles[of_model:])
+        self._of_steps = {handle: hooks[handle.id] for handle, hooks in of_steps if hooks}
         if "batches" in sources:
             BATCHES.add(self._on_batch)
         for relation in self._relations.values():
@@ -97,10 +101,16 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         training, offset = self.training, step - (self._first or 0)
         is_checked = _is_checked(offset)
         self._next = step + next(ahead for ahead in range(1, EVERY + 1) if _is_checked(offset + ahead))
+        self._rests = not (is_checked or has_processes())  # processes may make local steps
+        # Compiled code that calls another hook would be compiled again.
+        is_idle = self._rests and not has_compiled()
+        for handle, hook in self._of_steps.items():
+            if (hooks := handle.hooks_dict_ref()) and handle.id in hooks:
+                # The key stays: a step may end in a hook of the optimizer, while PyTorch iterates over its hooks.
+                hooks[handle.id] = _do_nothing if is_idle else hook
         if is_checked == training.is_checked:
             return
         training.is_checked = is_checked
-        self._rests = not (is_checked or has_processes())  # processes may make local steps
         if not is_checked:
             self._end_observation()
             return
@@ -240,7 +250,11 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
 
 
-for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet.after_step):
+def _do_nothing(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    pass
+
+
+for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet.after_step, _do_nothing):
     run_outside_of_graphs(_hook)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1048,6 +1050,36 @@ def test_relations_are_checked_in_the_first_and_some_later_steps(monkeypatch: py
     since_start = [0, 1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 200, 201, 400, 401]
     assert checked == [30 + step for step in since_start]
     assert len(rows_of(probe, "tied_weights")) == 1
+
+
+@pytest.mark.parametrize("ends_in", ["loop", "first hook", "last hook"])
+def test_relations_run_in_no_step_of_an_optimizer_between_checked_ones(
+    ends_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.relations.relation_set.has_compiled", lambda: False)
+    called: Counter[tuple[str, int]] = Counter()
+    model = Bigram()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and "relation_set" in code.co_filename and code.co_name in ("_before_step", "after_step"):
+            called[code.co_name, probe.step] += 1
+
+    if ends_in == "first hook":
+        optimizer.register_step_post_hook(lambda *_: probe.end_step())
+    with instrument.attach(model, {}, optimizer=optimizer, step=30) as probe:
+        if ends_in == "last hook":
+            optimizer.register_step_post_hook(lambda *_: probe.end_step())
+        for _ in range(45):
+            model.head.weight.grad = torch.ones_like(model.head.weight)
+            sys.setprofile(count)
+            optimizer.step()
+            sys.setprofile(None)
+            if ends_in == "loop":
+                probe.end_step()
+    checked = [30 + since_start for since_start in (0, 1, 2, 3, 4, 8, 9, 16, 17, 32, 33)]
+    assert called == {(name, step): 1 for name in ("_before_step", "after_step") for step in checked}
 
 
 def test_resumed_probe_continues_the_relations() -> None:
