@@ -283,12 +283,12 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
         from ..plan.display import plan_data
         from ..training.dry_run import dry_run
         from ..training.environment import process_state
-        from ..training.experiment import prepare
+        from ..training.experiment import Experiment
         from ..training.terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         with redirect_stdout(sys.stderr if config.plan == "json" else sys.stdout):  # of the model
-            experiment = prepare(config)
+            experiment = Experiment(config)
             forecast = dry_run(experiment)
         if config.plan == "json":
             print_json(plan_data(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps))

@@ -35,7 +35,7 @@ from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
 from .environment import code_hashes, content_hash, hardware, process_state
-from .experiment import Experiment, prepare
+from .experiment import Experiment
 from .loop import Metrics, run_forward, train
 from .terminal import Terminal
 from .verification import check_fingerprint, training_fingerprint
@@ -150,7 +150,7 @@ def run(
             if source is not None and (threads := (source.record.get("hardware") or {}).get("threads")) is not None:
                 torch.set_num_threads(threads)  # it affects the order of sums
             with synced_errors(processes):
-                experiment = prepare(config, strategy)
+                experiment = Experiment(config, strategy)
                 if isinstance(run_folder, RunFolder):
                     _record_environment(run_folder, experiment, raw, copy.address)
                     if source is not None:

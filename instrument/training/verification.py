@@ -40,7 +40,7 @@ from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
 from .distributed.torchrun import synced_errors
 from .environment import process_state
-from .experiment import Experiment, prepare
+from .experiment import Experiment
 from .loop import Metrics, Progress, train
 
 # Times always differ; gradients are compared one by one.
@@ -102,7 +102,7 @@ def trace(
     with process_state(seed=config.seed, deterministic=config.deterministic):
         with synced_errors(processes):
             strategy = choose_strategy(config, processes)
-            experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
+            experiment = Experiment(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
         sink = MemorySink()
         probe = experiment.probe(sink, ranks=experiment.strategy.ranks, print_line=lambda line: None)
 
