@@ -304,7 +304,7 @@ class ReplayDifference:
 
 @dataclass(frozen=True)
 class ReplayCertificate:
-    """The result of a replay; see `ReplaySource`."""
+    """The result of a replay; see `Replay`."""
 
     source: str
     begin: int
@@ -319,7 +319,7 @@ class ReplayCertificate:
     first_step: int | None
     effect: ReplayDifference | None  # the first difference from `first_step` on; None if all values are equal
     changes: tuple[str, ...]
-    changes_left_out: tuple[str, ...]  # see `RepeatedChanges`
+    changes_left_out: tuple[str, ...]  # see `Replay`
     repeats_failure: bool | None  # whether the replay ended with the error of the run; None if neither failed
 
     @property
