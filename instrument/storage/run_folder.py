@@ -18,7 +18,7 @@ from ..errors import ConfigError, Problem, RankError, SinkError
 from ..fields.pip_extras import DISTRIBUTION, installed_version
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.restarts import store_of_restart
-from .folder_snapshot import ReplacedRun, Snapshot
+from .folder_snapshot import Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import REMOTE_KEY, check_is_local
 from .run_record import (
@@ -152,18 +152,7 @@ class RunFolder:
         self.on_error = on_error
         self.record: dict[str, Any] = {}
         self._announcement = RunAnnouncement() if record.get("ranks", 1) > 1 else None
-        self._replaced = ReplacedRun(path)
-        try:
-            if overwrite:
-                self._replaced.set_aside(where)
-            self._create(where, record)
-        except BaseException:
-            self._replaced.restore()
-            raise
-
-    def _create(self, where: str, record: dict[str, Any]) -> None:
-        path = self.path
-        self._snapshot = Snapshot.take(path)
+        self._snapshot = Snapshot(path, replaces=where if overwrite else None)
         self._lock = FolderLock(path)
         try:
             create_free_folder(path, where)
@@ -186,7 +175,9 @@ class RunFolder:
             self._announce()
         except BaseException as error:
             self._lock.release()
-            if not isinstance(error, ConfigError):  # otherwise the files belong to another run
+            if isinstance(error, ConfigError):  # the new files belong to another run
+                self._snapshot.restore_replaced()
+            else:
                 self._snapshot.restore()
             raise
 
@@ -199,7 +190,7 @@ class RunFolder:
         folder = cls.__new__(cls)
         folder.path, folder.on_error = path, on_error
         folder._announcement = RunAnnouncement() if record.get("ranks", 1) > 1 else None
-        folder._snapshot, folder._replaced = Snapshot.take(path), ReplacedRun(path)
+        folder._snapshot = Snapshot(path)
         folder._lock = FolderLock(path)
         if not folder._lock.acquire():
             raise ConfigError(Problem("resume", "the run is in progress in another process", given=str(path)))
@@ -262,7 +253,6 @@ class RunFolder:
         if self._lock.is_held:
             self._lock.release()
             self._snapshot.restore()
-            self._replaced.restore()
 
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
@@ -297,7 +287,7 @@ class RunFolder:
                 if not isinstance(error, BaseException):
                     raise
             finally:
-                self._replaced.remove()
+                self._snapshot.remove_replaced()
                 self._lock.release()
 
     def _write(self) -> None:
@@ -339,7 +329,7 @@ class WorkerRunFolder:
             raise ConfigError(Problem(where, message, given=str(path)))
         self.is_shared = announcement.check_shared(path, host, record)
         if not self.is_shared:
-            self._snapshot = Snapshot.take(path)
+            self._snapshot = Snapshot(path)
             try:
                 self._begin_separately(record, rank, where, remote)
             except ConfigError:
