@@ -172,7 +172,8 @@ class RunFolder:
                 "command": sys.argv,
             }
             self._write()
-            self._announce()
+            if self._announcement is not None:
+                self._announcement.send(self.record)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, ConfigError):  # the new files belong to another run
@@ -198,12 +199,9 @@ class RunFolder:
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
         folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
-        folder._announce()
+        if folder._announcement is not None:
+            folder._announcement.send(folder.record)
         return folder
-
-    def _announce(self) -> None:
-        if self._announcement is not None:
-            self._announcement.send(self.record)
 
     @property
     def is_shared(self) -> bool:

@@ -306,7 +306,7 @@ class _Training:
             self.several.required.update(custom)
         self.has_started = True
 
-    def _end_step(self, metrics: Metrics) -> None:
+    def _end_step(self, metrics: Callable[[], Metrics]) -> None:
         """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
@@ -314,4 +314,4 @@ class _Training:
         step, every = self.probe.step, self.checkpoints.every
         is_last = self.probe.should_stop or step == self.experiment.steps
         if saves or (every > 0 and (is_last or step % every == 0)):
-            self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)
+            self.checkpoints.save(self.experiment, self.probe, self.sink, metrics())
