@@ -138,6 +138,9 @@ class RunFolder:
     """
 
     _has_begun = False  # whether the block of `recording` has begun
+    _refusals: tuple[type[BaseException], ...] = (
+        ConfigError,
+    )  # the errors before the training that restore the folder
 
     def __init__(
         self,
@@ -234,7 +237,7 @@ class RunFolder:
             # A signal has prevented the end of the block, or the block is in a generator that is closed before its end.
             if isinstance(error, GeneratorExit):
                 self.finish("interrupted", error)
-            elif isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
+            elif isinstance(error, DiscardedRunError) or (isinstance(error, self._refusals) and not has_started()):
                 self._discard()
             else:
                 self.finish("failed", error)
@@ -298,7 +301,7 @@ class RunFolder:
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
 
 
-class WorkerRunFolder:
+class WorkerRunFolder(RunFolder):
     """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
 
     A machine that does not share the folder of rank 0 has a folder with the rows of its processes. Its run.json is a copy with
@@ -325,8 +328,9 @@ class WorkerRunFolder:
         if not self._lock.acquire():
             message = "another process with the same rank writes to this folder"
             raise ConfigError(Problem(where, message, given=str(path)))
-        self.is_shared = announcement.check_shared(path, host, record)
+        self._is_shared = announcement.check_shared(path, host, record)
         if not self.is_shared:
+            self._refusals = (BaseException,)  # also that of rank 0
             self._snapshot = Snapshot(path)
             try:
                 self._begin_separately(record, rank, where, remote)
@@ -355,46 +359,39 @@ class WorkerRunFolder:
         if read_record(self.path, where)["started"] != record["started"]:
             create_free_folder(self.path, where)  # raises an error, because of the other run
 
-    @contextmanager
-    def recording(
-        self, has_started: Callable[[], bool], stop_reason: Callable[[], str | None] = lambda: None
-    ) -> Iterator[None]:
-        """Release the lock at the end of the block, and in a separate folder end the run as `RunFolder.recording` does.
-
-        If rank 0 died before it wrote a final status, this method writes the failure to run.json.
-        """
-        try:
-            yield
-            if not self.is_shared:
-                reason = stop_reason()
-                end_if_running(self.path, **final_entries("done" if reason is None else "stopped", reason))
-        except BaseException as error:
-            status: Status = "interrupted" if _interrupt_behind(error) else "failed"
-            if not self.is_shared and not has_started():
-                self._discard()
-            elif not self.is_shared:
-                end_if_running(self.path, **final_entries(status, error))
-            elif isinstance(error, RankError) and error.rank == 0 and not is_locked(self.path):
-                end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
-            raise
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._lock.release()
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process writes to the folder of rank 0."""
+        return self._is_shared
 
     def _discard(self) -> None:
-        self.close()
-        self._snapshot.restore()
-        with suppress(OSError):  # the folder contains other files
-            self.path.rmdir()
+        self._lock.release()
+        if not self.is_shared:
+            self._snapshot.restore()
+            with suppress(OSError):  # the folder contains other files
+                self.path.rmdir()
 
     def update(self, **record: Any) -> None:
         """Do nothing, because rank 0 writes run.json."""
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         """Do nothing, because rank 0 writes the files."""
+
+    def finish(self, status: Status, error: BaseException | str | None = None) -> None:
+        """Release the lock, unless the run has ended. In a separate folder, write the final status.
+
+        If rank 0 died before it wrote a final status, this process writes the failure to run.json.
+        """
+        with uninterrupted():
+            if self._lock.is_held:
+                if not self.is_shared:
+                    end_if_running(self.path, **final_entries(status, error))
+                elif isinstance(error, RankError) and error.rank == 0 and not is_locked(self.path):
+                    end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
+                self._lock.release()
+
+    def _write(self) -> None:
+        """Do nothing, because rank 0 writes run.json."""
 
 
 def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:

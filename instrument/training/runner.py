@@ -98,7 +98,7 @@ def run(
                 torch.set_num_threads(threads)  # it affects the order of sums
             with synced_errors(processes):
                 experiment = Experiment(config, strategy)
-                if isinstance(run_folder, RunFolder):
+                if not own_rank():
                     _record_environment(run_folder, experiment, raw, copy.address)
                     if source is not None:
                         source.check(run_folder.record)
@@ -149,9 +149,9 @@ def _opened_folder(
     source: Replay | None,
     *,
     remote: str | None,
-) -> Iterator[RunFolder | WorkerRunFolder]:
+) -> Iterator[RunFolder]:
     """Create the folder of a new run, or open the folder of the run to resume. Afterwards, the run has ended."""
-    own: RunFolder | WorkerRunFolder | None = None
+    own: RunFolder | None = None
     try:
         with synced_errors(processes), uninterrupted():  # a signal is handled when the folder is known
             if config.resume is not None and (processes is None or processes.is_rank_zero):
