@@ -15,13 +15,10 @@ an exact replay cannot be expected (see `--force`).
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -46,7 +43,6 @@ from instrument.training.replay import RUN, RecordedRun, Replay
 if TYPE_CHECKING:
     from instrument.training.verification import ReplayCertificate
 
-CERTIFICATE = "certificate.json"
 COMPARISON = "comparison.png"
 CONFIG_NAME = "replayed_run"  # root configuration of the replay, which is not a file
 # An override below these keys changes no value of the training. The device and a dataset in another folder are compared
@@ -150,7 +146,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
         with importing():
             from instrument.training import runner
             from instrument.training.terminal import Terminal
-            from instrument.training.verification import certify_replay
+            from instrument.training.verification import certify_replay, write_certificate
 
         terminal = Terminal(quiet=parsed.quiet)
         error: Exception | None = None
@@ -167,7 +163,13 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
             error = caught
         if is_rank_zero():
             certificate = certify_replay(run.folder, folder, changes_evaluation=replay.changes_evaluation)
-            content = _write(certificate, folder)
+            content = write_certificate(certificate, folder)
+            if certificate.counterfactual:
+                from instrument.analysis.load import load
+                from instrument.plot import replay as compare
+
+                with suppress(InstrumentError):  # without matplotlib
+                    compare(load(folder)).savefig(folder / COMPARISON)
             if replay.left_out and not parsed.quiet:
                 print(f"record hooks that are not scheduled in these steps: {', '.join(replay.left_out)}")
             summary = _summary(certificate, replay, shown_path(folder), has_failed=error is not None)
@@ -176,24 +178,6 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
                 raise SystemExit(1)
         if error is not None:
             raise error
-
-
-def _write(certificate: ReplayCertificate, folder: Path) -> str:
-    """Write the certificate, and the plot of a counterfactual if matplotlib is installed. Return the JSON of the certificate."""
-    content = {**asdict(certificate), "holds": certificate.holds}
-    for difference in (content["difference"], content["effect"]):
-        for name in ("recorded", "replayed") if difference else ():
-            if difference[name] is not None and not math.isfinite(difference[name]):
-                difference[name] = str(difference[name])  # JSON has no NaN
-    text = json.dumps(content, indent=2)
-    (folder / CERTIFICATE).write_text(f"{text}\n")
-    if certificate.counterfactual:
-        from instrument.analysis.load import load
-        from instrument.plot import replay
-
-        with suppress(InstrumentError):
-            replay(load(folder)).savefig(folder / COMPARISON)
-    return text
 
 
 def _summary(certificate: ReplayCertificate, replay: Replay, folder: Path, *, has_failed: bool) -> str:
@@ -228,7 +212,7 @@ def _summary(certificate: ReplayCertificate, replay: Replay, folder: Path, *, ha
         lines.append(f"the replay failed{' with a different error' if is_failed else ', and the run did not'}")
     elif certificate.repeats_failure is False:
         lines.append("the replay completed the step in which the run failed")
-    lines.append(f"certificate  {folder / CERTIFICATE}")
+    lines.append(f"certificate  {folder}/certificate.json")
     if replay.operators:
         from instrument.analysis.load import load
         from instrument.comparison.operators import non_finite_operators

@@ -12,7 +12,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.dataset as ds
 import torch
+from pydantic_core import to_json
 from torch import Tensor
 
 from ..config.base import ObservationSpec
@@ -43,6 +44,7 @@ from .environment import process_state
 from .experiment import Experiment
 from .loop import Metrics, Progress, train
 
+CERTIFICATE = "certificate.json"
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
 
@@ -326,6 +328,14 @@ class ReplayCertificate:
     def holds(self) -> bool:
         """Whether all values are bit-identical, except for the effect of a counterfactual. Without any, nothing is shown."""
         return self.difference is None and (self.steps > 0 or bool(self.counterfactual))
+
+
+def write_certificate(certificate: Certificate | ReplayCertificate, folder: Path) -> str:
+    """Write a certificate to a folder, and return its JSON, which has no NaN: such numbers are texts."""
+    content = {**asdict(certificate), "holds": certificate.holds}
+    text = to_json(content, indent=2, inf_nan_mode="strings").decode()
+    (folder / CERTIFICATE).write_text(f"{text}\n")
+    return text
 
 
 def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = False) -> ReplayCertificate:
