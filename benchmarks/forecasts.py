@@ -20,7 +20,7 @@ from instrument.probe.probe import Probe
 from instrument.storage.parquet import ParquetSink
 from instrument.training.dry_run import dry_run
 from instrument.training.environment import process_state
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import train_step
 
 STEPS = 100_000  # steps of the planned run
@@ -98,7 +98,7 @@ class UninstrumentedProbe:
 
 
 def prepare_experiment(workload: str, hooks: dict[str, Any]) -> Experiment:
-    return prepare(parse_config(make_config(workload, hooks)))
+    return Experiment(parse_config(make_config(workload, hooks)))
 
 
 def measure_overhead(workload: str, hooks: dict[str, Any]) -> float:

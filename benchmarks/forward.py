@@ -25,7 +25,7 @@ from torchvision.models import resnet18
 from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
 from instrument.storage.parquet import ParquetSink
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import run_forward
 
 
@@ -37,7 +37,7 @@ def images(split: str, samples: int) -> Dataset[Any]:  # noqa: ARG001
 
 def recorded(samples: int, batch: int) -> Experiment:
     """Return the experiment with one recorded layer."""
-    return prepare(
+    return Experiment(
         parse_config(
             {
                 "mode": "forward",

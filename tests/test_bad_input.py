@@ -25,7 +25,7 @@ from instrument import ConfigError
 from instrument.commands.job import as_instrument_error, read_config
 from instrument.config.hydra_internals import config_loader
 from instrument.tables.schemas import TABLES
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 
 Cli = Callable[..., Any]
 SCREEN = 24
@@ -69,7 +69,7 @@ def refusal_of(*overrides: str) -> str:
         text = str(as_instrument_error(error, overrides))
     else:
         with pytest.raises(ConfigError) as refused:
-            prepare(read_config(config)[0])
+            Experiment(read_config(config)[0])
         text = str(refused.value)
     check_size(text)
     return text

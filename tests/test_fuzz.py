@@ -21,7 +21,7 @@ from instrument.config.parse import parse_config
 from instrument.plan.display import plan_view
 from instrument.training.dry_run import dry_run
 from instrument.training.environment import process_state
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 
 TIME_LIMIT = 30  # seconds per case; a case takes a few milliseconds
 
@@ -52,7 +52,7 @@ def plan_exit_code(raw: dict[str, Any]) -> int:
     try:
         config = parse_config(raw)
         with process_state(seed=config.seed, deterministic=config.deterministic):
-            made = prepare(config)
+            made = Experiment(config)
             Console(file=io.StringIO(), width=100).print(
                 plan_view(made.plan, made.inferred_by_phase, dry_run(made), made.steps)
             )

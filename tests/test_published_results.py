@@ -27,7 +27,7 @@ from instrument.commands.job import read_config
 from instrument.config.hydra_internals import config_loader
 from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import run_forward
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ class Study:
             config["hooks"][hook] = None if fields is None else {**config["hooks"][hook], **fields}
         with pytest.MonkeyPatch.context() as patched:
             patched.chdir(self.folder)
-            experiment = prepare(parse_config(config))
+            experiment = Experiment(parse_config(config))
             sink = MemorySink()
             with Probe(experiment.plan, sink, archive=experiment.archive) as probe:
                 loss = run_forward(experiment, probe, lambda _: None)["loss"]

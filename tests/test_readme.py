@@ -15,7 +15,7 @@ from training_runs import compose
 
 from instrument.commands import verify
 from instrument.commands.report import main as report
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 
 README = (REPOSITORY / "README.md").read_text()
 BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)]
@@ -108,4 +108,4 @@ def test_overrides_named_in_the_readme_are_accepted(workdir: Path) -> None:
     assert len(named) >= 6
     for override in named:
         base = ["model=mlp"] if override.startswith("hooks=") else ["+exp=mnist_hooks", "model=mnist_cnn"]
-        assert prepare(compose(*base, "data=random", "train.batch_size=4", override)[0]).plan.sites, override
+        assert Experiment(compose(*base, "data=random", "train.batch_size=4", override)[0]).plan.sites, override

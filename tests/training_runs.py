@@ -19,7 +19,7 @@ from instrument.config.experiment import RunConfig
 from instrument.config.hydra_internals import config_loader
 from instrument.config.parse import parse_config
 from instrument.training.distributed.strategies import Strategy
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import Progress, train
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
@@ -60,7 +60,7 @@ class Stateful(Dropping):
 def prepared(strategy: Strategy | None = None, **sections: Any) -> Experiment:
     """Return an experiment with the sections of `CONFIG`, of which the given ones are replaced, from seed 0."""
     torch.manual_seed(0)
-    return prepare(parse_config({**CONFIG, **sections}), strategy)
+    return Experiment(parse_config({**CONFIG, **sections}), strategy)
 
 
 def run_in_memory(

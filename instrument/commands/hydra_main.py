@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import hydra
 from hydra.core.plugins import Plugins
@@ -36,11 +36,13 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
+    full_error = os.environ.get(FULL_ERROR, "0")
+    os.environ[FULL_ERROR] = "1"  # Hydra raises errors instead of printing them
     try:
         check_options(sys.argv[1:])
         Plugins.instance().register(WorkingDirectoryConf)
         app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)
-        with hydra_raises_errors(), use_field_loader():
+        with use_field_loader():
             app()
     except JobFailedError as failed:
         _end(failed.exit_code)
@@ -56,7 +58,7 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
         sys.exit(130)
     except Exception as error:
         # A job reports its own errors, so this error comes from the composition.
-        if os.environ.get(FULL_ERROR) == "1":
+        if full_error == "1":
             raise
         problem = as_instrument_error(error, sys.argv[1:])
         with suppress(InstrumentError), synced_errors(process_group()):  # Only rank 0 prints the error.
@@ -65,6 +67,7 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
         _end(problem.exit_code)
         sys.exit(problem.exit_code)
     finally:
+        os.environ[FULL_ERROR] = full_error
         HydraCallback.release_lock()
 
 
@@ -78,17 +81,3 @@ def _end(exit_code: object) -> None:
 def _print_sweep_summary() -> None:
     if HydraCallback.sweep_folder is not None:
         print_summary(HydraCallback.sweep_folder)
-
-
-@contextmanager
-def hydra_raises_errors() -> Iterator[None]:
-    """Make Hydra raise errors during the `with` block, instead of printing them."""
-    previous_value = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        if previous_value is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = previous_value

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
@@ -73,8 +73,7 @@ def job(config: DictConfig) -> float | None:
     """
     score = None
     with report_errors() as (folder, sweep):
-        resume = config.get("resume")  # a job that `rerun` starts resumes from its own folder
-        if sweep is not None and resume is not None and Path(resume).resolve() != folder.resolve():
+        if sweep is not None and config.get("resume") is not None:
             raise ConfigError(Problem("resume", "only single runs can be resumed", config.resume, fix="remove -m"))
         parsed, raw = read_config(config)
         objective = read_objective(parsed.objective, raw.get("hooks"))
@@ -88,12 +87,12 @@ def job(config: DictConfig) -> float | None:
         hydra: Any = HydraConfig.get()
         searched = sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
         overrides = read_overrides()
-        earlier = previous_attempt(folder, overrides) if sweep is not None and resume is None else None
+        earlier = None if sweep is None else previous_attempt(folder, overrides)
         if earlier is not None and earlier["status"] in ((DONE,) if searched else (DONE, STOPPED)):
             result = Result(folder, earlier["metrics"], earlier["error"])  # only its result was lost
         else:
             if earlier is not None:
-                parsed, raw = restarted(parsed, raw, folder)
+                parsed, raw = restarted(parsed, raw, earlier["config"], folder)
             label = "" if sweep is None else _label(Sweep(sweep), folder)
             terminal = Terminal(quiet=parsed.quiet, brief=sweep is not None, job=label)
             make_report = report_writer(parsed, folder)
@@ -130,23 +129,27 @@ def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, An
     return record
 
 
-def restarted(config: RunConfig, raw: dict[str, Any], folder: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """Return the configuration with which a job starts again: it resumes from a checkpoint, or its files are archived."""
-    if not checkpoint_steps(folder):
-        archive(folder, OPENED)
-        return config, raw
-    return config.model_copy(update={"resume": str(folder)}), {**raw, "resume": str(folder)}
+def restarted(
+    config: RunConfig, raw: dict[str, Any], recorded: dict[str, Any], folder: Path
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the configuration with which a job starts again: that of its checkpoint, or else its files are archived.
 
-
-def archive(folder: Path, kept: Collection[str] = ()) -> None:
-    """Move the files of a job, except those with names in `kept`, to `.aside/3.1`, ..., where they are not read as a run."""
+    They are moved to `.aside/3.1`, ..., where they are not read as a run.
+    """
+    if checkpoint_steps(folder):
+        raw = resumed(recorded, {**raw, "resume": str(folder)})
+        return parse_config(raw), raw
     attempts = (folder.parent / PREVIOUS_ATTEMPTS / f"{folder.name}.{attempt}" for attempt in count(1))
     target = next(path for path in attempts if not path.exists())
     target.mkdir(parents=True)
-    for path in [path for path in folder.iterdir() if path.name not in kept]:
+    for path in [path for path in folder.iterdir() if path.name not in OPENED]:
         path.rename(target / path.name)
-    if not kept:
-        folder.rmdir()
+    return config, raw
+
+
+def resumed(recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with which a recorded run is resumed."""
+    return {**recorded, **{key: given[key] for key in ALLOWED_WITH_RESUME}}
 
 
 def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | None:
@@ -221,6 +224,8 @@ def report_errors() -> Iterator[tuple[Path, Path | None]]:
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     process = os.getpid()
     sweep = Path(HydraConfig.get().sweep.dir) if swept else None
+    if sweep is not None:
+        (folder / REFUSED).unlink(missing_ok=True)  # of an earlier attempt
     try:
         with raise_on_sigterm():
             yield folder, sweep
@@ -283,12 +288,12 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
         from ..plan.display import plan_data
         from ..training.dry_run import dry_run
         from ..training.environment import process_state
-        from ..training.experiment import prepare
+        from ..training.experiment import Experiment
         from ..training.terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         with redirect_stdout(sys.stderr if config.plan == "json" else sys.stdout):  # of the model
-            experiment = prepare(config)
+            experiment = Experiment(config)
             forecast = dry_run(experiment)
         if config.plan == "json":
             print_json(plan_data(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps))
@@ -318,8 +323,7 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         if others := [key for key in keys if key not in ALLOWED_WITH_RESUME]:
             message = "a run is resumed with its original configuration; these keys cannot be overridden"
             raise ConfigError(Problem(others[0], message, given=others, allowed=ALLOWED_WITH_RESUME))
-        recorded = read_record(Path(str(raw["resume"])), "resume")["config"]
-        raw = {**recorded, **{key: raw[key] for key in ALLOWED_WITH_RESUME}}
+        raw = resumed(read_record(Path(str(raw["resume"])), "resume")["config"], raw)
     parsed = parse_config(raw)
     check_rules(parsed.rules, parsed.hooks)
     return parsed, raw

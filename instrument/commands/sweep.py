@@ -17,20 +17,18 @@ from hydra.types import RunMode
 from rich.table import Table
 from rich.text import Text
 
-from instrument.commands.job import archive, as_instrument_error, numbered_job
+from instrument.commands.job import as_instrument_error, numbered_job
 from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_arguments
 from instrument.config.hydra_internals import BASIC_SWEEPER, config_loader, launcher_of
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.storage.lock import FolderLock
 from instrument.storage.remote_folder import check_is_local, is_address
-from instrument.storage.run_record import checkpoint_steps
 from instrument.training.sweep_jobs import (
     DONE,
     RUNNING,
     STOPPED,
     Runs,
     Sweep,
-    SweepJob,
     count_by_status,
     folder_override,
     grouped_lines,
@@ -41,7 +39,6 @@ from instrument.training.sweep_jobs import (
 )
 
 WHERE = "--rerun"
-KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
 COLOURS = {"done": "green", "failed": "red", "killed": "red"}  # the others are yellow
 
 
@@ -101,7 +98,7 @@ def _show(folder: str, *, as_json: bool) -> int:
 def rerun(sweep: Sweep) -> int:
     """Run all jobs of a sweep that are neither done, stopped by a rule, nor running. Return their number.
 
-    A job with a checkpoint is resumed. Any other job starts again, and its old folder is moved to `.aside`.
+    A job with a checkpoint is resumed. Any other job starts again, and its old files are moved to `.aside`.
     """
     _check_rerunnable(sweep)
     in_progress = Problem(WHERE, "the sweep is in progress in another process", given=str(sweep.folder))
@@ -113,7 +110,7 @@ def rerun(sweep: Sweep) -> int:
         overrides = [*given, *overrides_of(sweep.hydra, "task")]
         config = loader.load_configuration("config", overrides=overrides, run_mode=RunMode.MULTIRUN)
         launcher = launcher_of(config, loader, numbered_job)
-        prepared = [_overrides(sweep_job) for sweep_job in unfinished]
+        prepared = [[*each.overrides, f"hydra.sweep.subdir={each.name}"] for each in unfinished]
         at_once = sweep.hydra.sweeper.max_batch_size or len(prepared) or 1
         for first in range(0, len(prepared), at_once):
             launcher.launch(prepared[first : first + at_once], initial_job_idx=first)
@@ -143,18 +140,6 @@ def _working_directory(folder: Path) -> Iterator[None]:
             yield
     finally:
         sys.path.remove(str(folder))
-
-
-def _overrides(sweep_job: SweepJob) -> list[str]:
-    """Return the overrides with which a job runs again. A job without a checkpoint is archived first."""
-    subdir = f"hydra.sweep.subdir={sweep_job.name}"
-    if (sweep_job.folder / "run.json").exists() and checkpoint_steps(sweep_job.folder):
-        kept = [override for override in sweep_job.overrides if override.partition("=")[0] in KEPT_ON_RESUME]
-        # `hydra.output_subdir=null` keeps the record that Hydra wrote when the run started.
-        return [folder_override("resume", sweep_job.folder), *kept, subdir, "hydra.output_subdir=null"]
-    if sweep_job.folder.exists():
-        archive(sweep_job.folder)
-    return [*sweep_job.overrides, subdir]
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class HydraCallback(Callback):
                     check_writable(Path(parsed.resume), "resume")  # before Hydra opens its log there
                 elif is_rank_zero:
                     check_is_local(folder, "hydra.run.dir")
-                    HydraCallback.snapshot = Snapshot.take(folder)
+                    HydraCallback.snapshot = Snapshot(folder)
                     create_free_folder(folder, "hydra.run.dir")
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
@@ -134,7 +134,7 @@ class HydraCallback(Callback):
     def _begin(self, config: DictConfig) -> Path:
         folder = Path(config.hydra.sweep.dir)
         check_is_local(folder, "hydra.sweep.dir")
-        snapshot = Snapshot.take(folder)
+        snapshot = Snapshot(folder)
         create_free_folder(folder, "hydra.sweep.dir")
         set_sweep_folder(config, folder.absolute())
         try:

@@ -10,10 +10,8 @@ so nothing can be verified.
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,23 +44,21 @@ def certify(config: DictConfig, *, as_json: bool = False) -> None:
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
-            from instrument.training.verification import verify
+            from instrument.training.verification import verify, write_certificate
 
         processes = process_group()
         with redirect_stdout(sys.stderr if as_json else sys.stdout):  # of the model
             certificate = verify(parsed, processes)
         if is_rank_zero():
-            path = folder / "certificate.json"
-            content = json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2)
-            path.write_text(f"{content}\n")
-            print(content if as_json else _summary(certificate, path, is_compiled=parsed.train.compile is not None))
+            content = write_certificate(certificate, folder)
+            print(content if as_json else _summary(certificate, folder, is_compiled=parsed.train.compile is not None))
         if processes is not None:
             processes.close()
         if not certificate.holds:
             raise SystemExit(1 if certificate.unrepeated is None else NOT_REPEATABLE)
 
 
-def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
+def _summary(certificate: Certificate, folder: Path, *, is_compiled: bool) -> str:
     lines = [
         f"{counted(certificate.steps, 'step')} and {counted(certificate.evaluations, 'evaluation')}, without hooks and with "
         f"{counted(len(certificate.hooks), 'record hook')} at {counted(certificate.sites, 'location')} "
@@ -85,7 +81,7 @@ def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
             "deterministic, so the hooks cannot be verified. Possible causes: the time, os.urandom, a global counter, "
             "or an operation without a deterministic algorithm (set deterministic=true)"
         )
-    return "\n".join([*lines, verdict, f"certificate  {path}"])
+    return "\n".join([*lines, verdict, f"certificate  {folder}/certificate.json"])
 
 
 if __name__ == "__main__":

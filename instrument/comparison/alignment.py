@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
@@ -119,20 +119,22 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
     is_sorted = TABLES[table].is_sorted
     columns = ["step", "module_type", "scope", *LOCATION, *([POSITION.name] if is_sorted else ["dtype", "shape"])]
     locations = pd.DataFrame(columns=[*columns, "order"])
-    summary = RecordedTable(locations, Counter(), Counter(), ())
+    count: Counter[tuple[str, int]] = Counter()
+    size: Counter[tuple[int, str]] = Counter()
+    dtypes: dict[str, None] = {}
     for batch in batches(run, table, columns, steps):
-        before = summary.rows.total()
-        summary.rows.update(cast("dict[tuple[str, int], int]", batch.groupby(["phase", "step"]).size().to_dict()))
-        order = pd.Series(range(before, before + len(batch)), batch.index)
+        order = pd.Series(range(count.total(), count.total() + len(batch)), batch.index)
+        count.update(cast("dict[tuple[str, int], int]", batch.groupby(["phase", "step"]).size().to_dict()))
         rows = batch.assign(order=batch[POSITION.name].fillna(order) if is_sorted else order)
         locations = pd.concat([locations, rows]) if len(locations) else rows
         locations = locations.sort_values(["step", "order"], kind="stable").drop_duplicates(list(LOCATION))
         if not is_sorted:
             sizes = 8 * batch["shape"].map(math.prod)
             of_layers = sizes.groupby([batch["step"], batch["layer"]]).sum().to_dict()
-            summary.bytes.update(cast("dict[tuple[int, str], int]", of_layers))
-            summary = replace(summary, dtypes=tuple(dict.fromkeys([*summary.dtypes, *batch["dtype"]])))
-    return replace(summary, locations=locations[["step", "module_type", "scope", *LOCATION, "order"]])
+            size.update(cast("dict[tuple[int, str], int]", of_layers))
+            dtypes |= dict.fromkeys(batch["dtype"])
+    locations = locations[["step", "module_type", "scope", *LOCATION, "order"]]
+    return RecordedTable(locations, count, size, tuple(dtypes))
 
 
 def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFrame:

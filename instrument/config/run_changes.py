@@ -63,16 +63,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class RepeatedChanges:
-    """The changes that `instrument.control` made during a run, as its replay repeats them, each with the number of completed steps."""
-
-    settings: Settings  # the settings at the start of the run, of the hooks whose changes are repeated
-    repeated: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    # The others in the steps of the replay: they concern hooks that the replay does not have, or has otherwise.
-    left_out: tuple[tuple[int, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True)
 class Request:
     """The validated changes of one message, the settings afterwards, and the names of the hooks whose fields change."""
 

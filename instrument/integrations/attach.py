@@ -222,7 +222,7 @@ def _check_type(name: str, value: object, types: type | UnionType, allowed: str)
 
 
 @contextmanager
-def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) -> Iterator[None]:
+def _recording(run_folder: RunFolder, probe: AttachedProbe) -> Iterator[None]:
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = has_processes()
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
@@ -283,7 +283,7 @@ def _ranks(
 
 def _folder(
     path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None, *, overwrite: bool
-) -> RunFolder | WorkerRunFolder:
+) -> RunFolder:
     if own_rank():
         return WorkerRunFolder(path, own_rank(), where="out", remote=remote)
     return RunFolder(

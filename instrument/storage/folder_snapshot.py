@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, Problem
@@ -22,67 +21,61 @@ REPORT = "report.html"
 RECORDS = ("run.json", "instrument.log", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
 
 
-@dataclass(frozen=True)
 class Snapshot:
-    """The names of the files in a folder, and the content of the files that a run overwrites or appends to."""
+    """The names of the files in a folder, and the content of the files that a run overwrites or appends to.
 
-    folder: Path
-    missing: tuple[Path, ...]  # the folder and its parents that do not exist, the innermost first
-    names: frozenset[str]
-    records: dict[str, bytes]  # the content of its record files, by relative path
+    Args:
+        replaces: The argument for error messages, if a new run replaces the one in the folder. The files of that run wait in a hidden
+            subfolder; files that no run writes stay. Default: None, no run is replaced.
 
-    @classmethod
-    def take(cls, folder: Path) -> Snapshot:
-        """Return the present state of a folder."""
-        folder = folder.absolute()  # A job may change the working directory.
-        if not folder.is_dir():
-            return cls(folder, tuple(path for path in (folder, *folder.parents) if not path.exists()), frozenset(), {})
-        records = {name: (folder / name).read_bytes() for name in RECORDS if (folder / name).is_file()}
-        return cls(folder, (), frozenset(path.name for path in folder.iterdir()), records)
+    Raises:
+        ConfigError: The run to replace is in progress, or not a run of this package.
+    """
+
+    def __init__(self, folder: Path, *, replaces: str | None = None) -> None:
+        self.folder = folder = folder.absolute()  # A job may change the working directory.
+        self._aside, self._has_aside = folder / ASIDE, False
+        if replaces is not None:
+            try:
+                self._set_aside(replaces)
+            except BaseException:  # a signal that arrived meanwhile
+                self.restore_replaced()
+                raise
+        # The folder and its parents that do not exist, the innermost first.
+        self._missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._names = {path.name for path in folder.glob("*")}
+        self._records = {name: (folder / name).read_bytes() for name in RECORDS if (folder / name).is_file()}
 
     def has_new_run(self) -> bool:
         """Return whether a run was started in the folder, or in a subfolder, since the snapshot."""
-        new = (path for path in self.folder.glob("*") if path.name not in self.names)
+        new = (path for path in self.folder.glob("*") if path.name not in self._names)
         return any(path.name == "run.json" or _has(path, "run.json") for path in new)
 
     def restore(self) -> None:
-        """Remove the files of a run from the folder, and restore the record files.
+        """Remove the files of a run from the folder, restore the record files, and move the files of a replaced run back.
 
         Other new files remain, because user code may have written them. Nothing is changed if another process
         runs in the folder.
         """
         if is_locked(self.folder):
             return
-        new = [path for path in self.folder.glob("*") if path.name not in self.names and not path.is_symlink()]
+        new = [path for path in self.folder.glob("*") if path.name not in self._names and not path.is_symlink()]
         for path in new:
             if path.name == SWEEP_RECORD:
                 path.unlink()
             elif path.name == SUBMITTED or (_has(path, ".hydra", REFUSED) and not _has(path, "run.json")):
                 shutil.rmtree(path, ignore_errors=True)  # a job of a sweep that did not start
         if new:
-            _remove(self.folder, excluded=self.names)
+            _remove(self.folder, excluded=self._names)
         for name in RECORDS:
-            if name not in self.records and (self.folder / name).is_file():
+            if name not in self._records and (self.folder / name).is_file():
                 (self.folder / name).unlink()
-        for name, content in self.records.items():
+        for name, content in self._records.items():
             (self.folder / name).write_bytes(content)
-        _remove_empty(self.missing)
+        _remove_empty(self._missing)
+        self.restore_replaced()
 
-
-def _has(folder: Path, *names: str) -> bool:
-    return any(next(folder.rglob(name), None) is not None for name in names)
-
-
-class ReplacedRun:
-    """The run that a new run replaces. Files that no run writes stay in the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()  # The working directory may change.
-        self._aside = self.folder / ASIDE
-        self._is_set_aside = False
-
-    def set_aside(self, where: str) -> None:
-        """Move the files of the run to a hidden subfolder. Raise a ConfigError if it is in progress, or not a run of this package."""
+    def _set_aside(self, where: str) -> None:
         check_is_local(self.folder, where)
         if not (self.folder / "run.json").exists():
             _move(self._aside, self.folder)  # the files of a run, if a process was killed between both runs
@@ -100,20 +93,24 @@ class ReplacedRun:
                     _move(self._aside, self.folder)
                     message = f"the run in this folder cannot be replaced: {error.strerror}"
                     raise ConfigError(Problem(where, message, given=str(self.folder))) from None
-                self._is_set_aside = True
+                self._has_aside = True
 
-    def restore(self) -> None:
-        """Remove the files of the new run and move the others back, if the run was set aside and the new run has ended."""
-        if self._is_set_aside and not is_written(self.folder):
+    def restore_replaced(self) -> None:
+        """Remove the files of the new run, and move those of the replaced run back, unless a process writes to the folder."""
+        if self._has_aside and not is_written(self.folder):
             with uninterrupted():
                 _remove(self.folder)
                 _move(self._aside, self.folder)
-                self._is_set_aside = False
+                self._has_aside = False
 
-    def remove(self) -> None:
-        """Remove the files that were set aside."""
-        if self._is_set_aside:
+    def remove_replaced(self) -> None:
+        """Remove the files of the replaced run."""
+        if self._has_aside:
             shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def _has(folder: Path, *names: str) -> bool:
+    return any(next(folder.rglob(name), None) is not None for name in names)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from ..errors import ConfigError, Problem, RankError, SinkError
 from ..fields.pip_extras import DISTRIBUTION, installed_version
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.restarts import store_of_restart
-from .folder_snapshot import ReplacedRun, Snapshot
+from .folder_snapshot import Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import REMOTE_KEY, check_is_local
 from .run_record import (
@@ -138,6 +138,9 @@ class RunFolder:
     """
 
     _has_begun = False  # whether the block of `recording` has begun
+    _refusals: tuple[type[BaseException], ...] = (
+        ConfigError,
+    )  # the errors before the training that restore the folder
 
     def __init__(
         self,
@@ -152,18 +155,7 @@ class RunFolder:
         self.on_error = on_error
         self.record: dict[str, Any] = {}
         self._announcement = RunAnnouncement() if record.get("ranks", 1) > 1 else None
-        self._replaced = ReplacedRun(path)
-        try:
-            if overwrite:
-                self._replaced.set_aside(where)
-            self._create(where, record)
-        except BaseException:
-            self._replaced.restore()
-            raise
-
-    def _create(self, where: str, record: dict[str, Any]) -> None:
-        path = self.path
-        self._snapshot = Snapshot.take(path)
+        self._snapshot = Snapshot(path, replaces=where if overwrite else None)
         self._lock = FolderLock(path)
         try:
             create_free_folder(path, where)
@@ -183,10 +175,13 @@ class RunFolder:
                 "command": sys.argv,
             }
             self._write()
-            self._announce()
+            if self._announcement is not None:
+                self._announcement.send(self.record)
         except BaseException as error:
             self._lock.release()
-            if not isinstance(error, ConfigError):  # otherwise the files belong to another run
+            if isinstance(error, ConfigError):  # the new files belong to another run
+                self._snapshot.restore_replaced()
+            else:
                 self._snapshot.restore()
             raise
 
@@ -199,7 +194,7 @@ class RunFolder:
         folder = cls.__new__(cls)
         folder.path, folder.on_error = path, on_error
         folder._announcement = RunAnnouncement() if record.get("ranks", 1) > 1 else None
-        folder._snapshot, folder._replaced = Snapshot.take(path), ReplacedRun(path)
+        folder._snapshot = Snapshot(path)
         folder._lock = FolderLock(path)
         if not folder._lock.acquire():
             raise ConfigError(Problem("resume", "the run is in progress in another process", given=str(path)))
@@ -207,12 +202,9 @@ class RunFolder:
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
         folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
-        folder._announce()
+        if folder._announcement is not None:
+            folder._announcement.send(folder.record)
         return folder
-
-    def _announce(self) -> None:
-        if self._announcement is not None:
-            self._announcement.send(self.record)
 
     @property
     def is_shared(self) -> bool:
@@ -245,7 +237,7 @@ class RunFolder:
             # A signal has prevented the end of the block, or the block is in a generator that is closed before its end.
             if isinstance(error, GeneratorExit):
                 self.finish("interrupted", error)
-            elif isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
+            elif isinstance(error, DiscardedRunError) or (isinstance(error, self._refusals) and not has_started()):
                 self._discard()
             else:
                 self.finish("failed", error)
@@ -262,7 +254,6 @@ class RunFolder:
         if self._lock.is_held:
             self._lock.release()
             self._snapshot.restore()
-            self._replaced.restore()
 
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
@@ -297,7 +288,7 @@ class RunFolder:
                 if not isinstance(error, BaseException):
                     raise
             finally:
-                self._replaced.remove()
+                self._snapshot.remove_replaced()
                 self._lock.release()
 
     def _write(self) -> None:
@@ -310,7 +301,7 @@ class RunFolder:
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
 
 
-class WorkerRunFolder:
+class WorkerRunFolder(RunFolder):
     """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
 
     A machine that does not share the folder of rank 0 has a folder with the rows of its processes. Its run.json is a copy with
@@ -337,9 +328,10 @@ class WorkerRunFolder:
         if not self._lock.acquire():
             message = "another process with the same rank writes to this folder"
             raise ConfigError(Problem(where, message, given=str(path)))
-        self.is_shared = announcement.check_shared(path, host, record)
+        self._is_shared = announcement.check_shared(path, host, record)
         if not self.is_shared:
-            self._snapshot = Snapshot.take(path)
+            self._refusals = (BaseException,)  # also that of rank 0
+            self._snapshot = Snapshot(path)
             try:
                 self._begin_separately(record, rank, where, remote)
             except ConfigError:
@@ -367,46 +359,39 @@ class WorkerRunFolder:
         if read_record(self.path, where)["started"] != record["started"]:
             create_free_folder(self.path, where)  # raises an error, because of the other run
 
-    @contextmanager
-    def recording(
-        self, has_started: Callable[[], bool], stop_reason: Callable[[], str | None] = lambda: None
-    ) -> Iterator[None]:
-        """Release the lock at the end of the block, and in a separate folder end the run as `RunFolder.recording` does.
-
-        If rank 0 died before it wrote a final status, this method writes the failure to run.json.
-        """
-        try:
-            yield
-            if not self.is_shared:
-                reason = stop_reason()
-                end_if_running(self.path, **final_entries("done" if reason is None else "stopped", reason))
-        except BaseException as error:
-            status: Status = "interrupted" if _interrupt_behind(error) else "failed"
-            if not self.is_shared and not has_started():
-                self._discard()
-            elif not self.is_shared:
-                end_if_running(self.path, **final_entries(status, error))
-            elif isinstance(error, RankError) and error.rank == 0 and not is_locked(self.path):
-                end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
-            raise
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._lock.release()
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process writes to the folder of rank 0."""
+        return self._is_shared
 
     def _discard(self) -> None:
-        self.close()
-        self._snapshot.restore()
-        with suppress(OSError):  # the folder contains other files
-            self.path.rmdir()
+        self._lock.release()
+        if not self.is_shared:
+            self._snapshot.restore()
+            with suppress(OSError):  # the folder contains other files
+                self.path.rmdir()
 
     def update(self, **record: Any) -> None:
         """Do nothing, because rank 0 writes run.json."""
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         """Do nothing, because rank 0 writes the files."""
+
+    def finish(self, status: Status, error: BaseException | str | None = None) -> None:
+        """Release the lock, unless the run has ended. In a separate folder, write the final status.
+
+        If rank 0 died before it wrote a final status, this process writes the failure to run.json.
+        """
+        with uninterrupted():
+            if self._lock.is_held:
+                if not self.is_shared:
+                    end_if_running(self.path, **final_entries(status, error))
+                elif isinstance(error, RankError) and error.rank == 0 and not is_locked(self.path):
+                    end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
+                self._lock.release()
+
+    def _write(self) -> None:
+        """Do nothing, because rank 0 writes run.json."""
 
 
 def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:

@@ -10,6 +10,7 @@ percent. Rows of a long run compress better than those of a few steps, so tables
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter, defaultdict
@@ -56,7 +57,8 @@ def dry_run(experiment: Experiment) -> Forecast:
 
     Raise a ConfigError if a step fails. The message says whether it fails without hooks or with them.
     """
-    without_scheduler = replace(experiment, scheduler=None)
+    without_scheduler = copy.copy(experiment)
+    without_scheduler.scheduler = None
     try:
         batches, loading = _load_batches(experiment)
         baseline = _measure_baseline(without_scheduler, batches, seconds=0.0)
@@ -179,7 +181,8 @@ class _Profile:
                 attached.action.function = check_random_state(lambda tensor, context: None)
         self._timer = self._probe.clock.timer = HookTimer()
         one_batch: Any = [next(iter(experiment.eval_loader or ()))] if first_steps.get("eval") else []
-        self._evaluated = replace(experiment, eval_loader=one_batch)
+        self._evaluated = copy.copy(experiment)
+        self._evaluated.eval_loader = one_batch
         self._batches = {}
         for step in first_steps[self._mode]:
             sizes = experiment.batches.sizes(step)  # recorded tensors of another run fit only batches of these sizes

@@ -62,7 +62,8 @@ class Progress:
 
 
 Show = Callable[[Progress], None]
-OnStepEnd = Callable[[Metrics], None] | None
+OnStepEnd = Callable[[Callable[[], Metrics]], None] | None
+"""Called with a function that returns the metrics for a checkpoint."""
 
 
 def progress_reporter(experiment: Experiment, probe: Probe, on_progress: Show) -> Callable[[Metrics, str], None]:
@@ -99,7 +100,7 @@ def train(
             last = evaluate(experiment, probe)
             report(last, "eval")
         if on_step_end is not None:
-            on_step_end(last)
+            on_step_end(partial(dict, last))
         if probe.should_stop:
             return last
     if has_probe_pass(experiment, probe.step):
@@ -356,7 +357,7 @@ def run_forward(
             sums.add(row, weights, loaded.total)
             report(row, "forward")
             if on_step_end is not None:
-                on_step_end(sums)
+                on_step_end(sums.read)
             if probe.should_stop:
                 return sums.means()
     if probe.step < experiment.batches.stop:
@@ -392,7 +393,7 @@ def forward_step(
     return observer.end_step(**metrics, samples=loaded.total), {"loss": total, **weights_of_metrics}
 
 
-class _Sums(Mapping[str, "float | None"]):
+class _Sums:
     """The weighted sums of the metrics of all batches so far, and of their weights. The row of a batch is read at the next batch.
 
     A row on a GPU is complete by then, so that the host does not wait for the device.
@@ -404,42 +405,28 @@ class _Sums(Mapping[str, "float | None"]):
         self._pending: tuple[Metrics, Mapping[str, Tensor | float], int] | None = None
 
     def add(self, row: Metrics, weights: Mapping[str, Tensor | float], samples: int) -> None:
-        self._read_pending()
+        self.read()
         self._pending = (row, weights, samples)
 
-    def _read_pending(self) -> None:
-        if self._pending is None:
-            return
-        (row, weights, samples), self._pending = self._pending, None
-        custom = [name for name, value in custom_metrics_in(row).items() if value is not None]
-        logged = samples if self._adds_losses else weights["loss"]
-        for name in ("loss", "accuracy", *custom):
-            value, weight = row[name], float(weights.get(name, logged))
-            self._add(name, None if value is None else value * weight)
-            self._add(f"{WEIGHT}{name}", weight)
-        self._add("seconds", row["seconds"])
-        self._add("samples", samples)
-
-    def _add(self, name: str, value: float | None) -> None:
-        """Add a value to a sum; without a value, the sum is None."""
-        so_far = self._sums.setdefault(name, 0.0)
-        self._sums[name] = None if so_far is None or value is None else so_far + value
+    def read(self) -> dict[str, float | None]:
+        """Return the sums of all batches. If a batch has no value of a metric, there is no sum of it."""
+        if self._pending is not None:
+            (row, weights, samples), self._pending = self._pending, None
+            logged = samples if self._adds_losses else weights["loss"]
+            custom = [name for name, value in custom_metrics_in(row).items() if value is not None]
+            added = {"seconds": row["seconds"], "samples": samples}
+            for name in ("loss", "accuracy", *custom):
+                value, weight = row[name], float(weights.get(name, logged))
+                added |= {name: None if value is None else value * weight, f"{WEIGHT}{name}": weight}
+            for name, value in added.items():
+                so_far = self._sums.get(name, 0.0)
+                self._sums[name] = None if so_far is None or value is None else so_far + value
+        return self._sums
 
     def means(self) -> dict[str, float | None]:
-        means: dict[str, float | None] = {}
-        for name in (key.removeprefix(WEIGHT) for key in self if key.startswith(WEIGHT)):
-            total, weight = self[name], 1.0 if name == "loss" and self._adds_losses else self[f"{WEIGHT}{name}"]
+        sums, means = self.read(), dict[str, float | None]()
+        for name in (key.removeprefix(WEIGHT) for key in sums if key.startswith(WEIGHT)):
+            total, weight = sums[name], 1.0 if name == "loss" and self._adds_losses else sums[f"{WEIGHT}{name}"]
             means[name] = None if total is None else total / (weight or 1.0)
-        seconds, samples = self["seconds"] or 0.0, self["samples"] or 0.0
+        seconds, samples = sums["seconds"] or 0.0, sums["samples"] or 0.0
         return {**means, "seconds": seconds, "samples_per_second": samples / seconds}
-
-    def __getitem__(self, name: str) -> float | None:
-        self._read_pending()
-        return self._sums[name]
-
-    def __iter__(self) -> Iterator[str]:
-        self._read_pending()
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)

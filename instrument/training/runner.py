@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 
 from ..analysis.replay import replay
 from ..config.experiment import TRACKERS, RunConfig
-from ..config.run_changes import RepeatedChanges, Settings
+from ..config.run_changes import Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
-from ..formatting import steps_text
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
@@ -23,7 +22,7 @@ from ..storage.parquet import ParquetSink
 from ..storage.parts import remove_rows_after_checkpoint
 from ..storage.run_files import RunFiles
 from ..storage.run_folder import RunFolder, WorkerRunFolder
-from ..storage.run_record import config_hash, environment_differences
+from ..storage.run_record import config_hash
 from ..storage.run_upload import RemoteCopy
 from ..storage.tee import CustomSink, TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
@@ -35,63 +34,11 @@ from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
 from .environment import code_hashes, content_hash, hardware, process_state
-from .experiment import Experiment, prepare
+from .experiment import Experiment
 from .loop import Metrics, run_forward, train
+from .replay import Replay
 from .terminal import Terminal
 from .verification import check_fingerprint, training_fingerprint
-
-
-@dataclass(frozen=True)
-class ReplaySource:
-    """A run to repeat."""
-
-    folder: Path
-    record: Mapping[str, Any]
-    window: range  # the steps in which the record hooks of the replay run
-    begin: int  # the number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run
-    changes: RepeatedChanges
-    force: bool = False  # whether a replay that cannot be expected to be exact is allowed
-    counterfactual: tuple[str, ...] = ()  # the interventions that differ from those of the run
-    first_step: int | None = None  # the first step at which one of them runs or is missing; None for an exact replay
-    operators: bool = False
-    notes: list[str] = field(default_factory=list)  # the decisive differences of a forced replay, which `check` adds
-
-    @property
-    def message(self) -> str:
-        start = f"its checkpoint after {self.begin} steps" if self.begin else "its start"
-        text = f"repeats {self.folder} from {start}; hooks record {steps_text(self.window)}"
-        if not self.counterfactual:
-            return text
-        names = ", ".join(self.counterfactual)
-        return f"{text}; a counterfactual from step {self.first_step} on, with other interventions: {names}"
-
-    def entry(self) -> dict[str, Any]:
-        return {
-            "source": str(self.folder.resolve()),
-            "source_config_hash": self.record.get("config_hash"),
-            "begin": self.begin,
-            "steps": [self.window.start, self.window.stop],
-            "counterfactual": list(self.counterfactual),
-            "first_step": self.first_step,
-            "operators": self.operators,
-            "forced": self.notes,
-            "changes": _texts(self.changes.repeated),
-            "changes_left_out": _texts(self.changes.left_out),
-        }
-
-    def check(self, present: Mapping[str, Any]) -> None:
-        """Raise a ConfigError if the replay cannot be exact in this environment, unless `force` is set."""
-        differences = [each for each in environment_differences(self.record, present) if each.is_decisive]
-        if differences and not self.force:
-            message = f"the replay cannot be expected to be exact, because {differences[0]}"
-            more = f"; {', '.join(each.what for each in differences[1:])} differ too" if differences[1:] else ""
-            fix = "repeat it in the environment of the run, or pass --force; the certificate then has the difference"
-            raise ConfigError(Problem("RUN", message + more, given=str(self.folder), fix=fix))
-        self.notes.extend(map(str, differences))
-
-
-def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    return [f"{text} after {step} steps" for step, texts in changes for text in texts]
 
 
 @dataclass(frozen=True)
@@ -112,7 +59,7 @@ def run(
     raw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     make_report: Callable[[Path], Path] | None = None,
-    source: ReplaySource | None = None,
+    source: Replay | None = None,
 ) -> Result:
     """Run an experiment, resume a stopped run if `config.resume` is set, or replay a run.
 
@@ -147,11 +94,11 @@ def run(
             else processes.stop_together(folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
-            if source is not None and (threads := (source.record.get("hardware") or {}).get("threads")) is not None:
+            if source is not None and (threads := (source.run.record.get("hardware") or {}).get("threads")) is not None:
                 torch.set_num_threads(threads)  # it affects the order of sums
             with synced_errors(processes):
-                experiment = prepare(config, strategy)
-                if isinstance(run_folder, RunFolder):
+                experiment = Experiment(config, strategy)
+                if not own_rank():
                     _record_environment(run_folder, experiment, raw, copy.address)
                     if source is not None:
                         source.check(run_folder.record)
@@ -199,12 +146,12 @@ def _opened_folder(
     raw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     processes: Processes | None,
-    source: ReplaySource | None,
+    source: Replay | None,
     *,
     remote: str | None,
-) -> Iterator[RunFolder | WorkerRunFolder]:
+) -> Iterator[RunFolder]:
     """Create the folder of a new run, or open the folder of the run to resume. Afterwards, the run has ended."""
-    own: RunFolder | WorkerRunFolder | None = None
+    own: RunFolder | None = None
     try:
         with synced_errors(processes), uninterrupted():  # a signal is handled when the folder is known
             if config.resume is not None and (processes is None or processes.is_rank_zero):
@@ -257,7 +204,7 @@ class _Training:
     terminal: Terminal
     raw: Mapping[str, Any]
     copy: RemoteCopy
-    source: ReplaySource | None
+    source: Replay | None
     has_started: bool = False
 
     def __post_init__(self) -> None:
@@ -270,7 +217,7 @@ class _Training:
             self.state = self.checkpoints.load(own_rank())
             self.parts = self.state["parts"][own_rank()]
         elif source is not None and source.begin:
-            self.state = Checkpoints(source.folder).load(own_rank(), source.begin)
+            self.state = Checkpoints(source.run.folder).load(own_rank(), source.begin)
         self.sink = ParquetSink(
             folder,
             **config.sink.model_dump(exclude={*TRACKERS.builtin, "remote", "keep_local", "custom"}),
@@ -295,11 +242,11 @@ class _Training:
             self.probe.operator_steps = source.window if source.operators else range(0)
         self.control = Control(
             folder,
-            Settings.of(self.raw) if source is None else source.changes.settings,
+            Settings.of(self.raw) if source is None else source.settings,
             self.probe,
             lr_scale=experiment.lr_scale,
             processes=experiment.strategy.processes,
-            repeated=None if source is None else source.changes.repeated,
+            repeated=None if source is None else source.repeated,
         )
 
     def run(self) -> tuple[Metrics, str | None]:
@@ -359,7 +306,7 @@ class _Training:
             self.several.required.update(custom)
         self.has_started = True
 
-    def _end_step(self, metrics: Metrics) -> None:
+    def _end_step(self, metrics: Callable[[], Metrics]) -> None:
         """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
@@ -367,4 +314,4 @@ class _Training:
         step, every = self.probe.step, self.checkpoints.every
         is_last = self.probe.should_stop or step == self.experiment.steps
         if saves or (every > 0 and (is_last or step % every == 0)):
-            self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)
+            self.checkpoints.save(self.experiment, self.probe, self.sink, metrics())

@@ -17,7 +17,7 @@ from ..tasks.base import Outcome, WeightedMean, batch_weight, call_task
 from ..values.nested import iter_tensors, map_tensors, to_device
 from .data import loader_options
 from .environment import process_state
-from .experiment import prepare
+from .experiment import Experiment
 from .loader import Loader, Slice
 
 
@@ -114,7 +114,7 @@ class PatchedModel:
         without = {"hooks": {}, "rules": {}, "device": "auto", "data": {**config["data"], "num_workers": 0}}
         parsed = parse_config({**config, **without})
         with process_state(seed=parsed.seed, deterministic=False):
-            self.experiment = prepare(parsed)
+            self.experiment = Experiment(parsed)
         if not isinstance(self.experiment.data.train, Slice):
             message = "the dataset of the run is iterable, so its samples have no index"
             raise ConfigError(Problem("task.run", message, given=run))

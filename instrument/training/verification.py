@@ -12,7 +12,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.dataset as ds
 import torch
+from pydantic_core import to_json
 from torch import Tensor
 
 from ..config.base import ObservationSpec
@@ -40,9 +41,10 @@ from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
 from .distributed.torchrun import synced_errors
 from .environment import process_state
-from .experiment import Experiment, prepare
+from .experiment import Experiment
 from .loop import Metrics, Progress, train
 
+CERTIFICATE = "certificate.json"
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
 
@@ -102,7 +104,7 @@ def trace(
     with process_state(seed=config.seed, deterministic=config.deterministic):
         with synced_errors(processes):
             strategy = choose_strategy(config, processes)
-            experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
+            experiment = Experiment(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
         sink = MemorySink()
         probe = experiment.probe(sink, ranks=experiment.strategy.ranks, print_line=lambda line: None)
 
@@ -304,7 +306,7 @@ class ReplayDifference:
 
 @dataclass(frozen=True)
 class ReplayCertificate:
-    """The result of a replay; see `ReplaySource`."""
+    """The result of a replay; see `Replay`."""
 
     source: str
     begin: int
@@ -319,13 +321,21 @@ class ReplayCertificate:
     first_step: int | None
     effect: ReplayDifference | None  # the first difference from `first_step` on; None if all values are equal
     changes: tuple[str, ...]
-    changes_left_out: tuple[str, ...]  # see `RepeatedChanges`
+    changes_left_out: tuple[str, ...]  # see `Replay`
     repeats_failure: bool | None  # whether the replay ended with the error of the run; None if neither failed
 
     @property
     def holds(self) -> bool:
         """Whether all values are bit-identical, except for the effect of a counterfactual. Without any, nothing is shown."""
         return self.difference is None and (self.steps > 0 or bool(self.counterfactual))
+
+
+def write_certificate(certificate: Certificate | ReplayCertificate, folder: Path) -> str:
+    """Write a certificate to a folder, and return its JSON, which has no NaN: such numbers are texts."""
+    content = {**asdict(certificate), "holds": certificate.holds}
+    text = to_json(content, indent=2, inf_nan_mode="strings").decode()
+    (folder / CERTIFICATE).write_text(f"{text}\n")
+    return text
 
 
 def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = False) -> ReplayCertificate:

@@ -25,7 +25,7 @@ from instrument.config.hook_specs import RecordSpec
 from instrument.config.parse import parse_config, parse_hooks
 from instrument.trackers.tags import scalars
 from instrument.training.distributed.strategies import reduce_problems
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.sweep_objective import read_objective
 
 
@@ -311,4 +311,4 @@ def itself(tensor: Tensor) -> Tensor:
 def test_invalid_statistic_is_refused_when_a_run_is_prepared(statistic: str, message: str, kind: str) -> None:
     hook = {"layers": "layers.1", "kind": kind, "action": "record", "stats": [{"_target_": f"{__name__}.{statistic}"}]}
     with pytest.raises(instrument.ConfigError, match=rf"hooks\.h\.stats[\s\S]*{message}"):
-        prepare(parse_config({**CONFIG, "apply": None, "hooks": {"h": hook}}))
+        Experiment(parse_config({**CONFIG, "apply": None, "hooks": {"h": hook}}))

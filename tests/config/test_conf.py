@@ -27,7 +27,7 @@ from instrument.plan.hook_plan import make_plan
 from instrument.tasks import Outcome
 from instrument.training.apply import apply_specs, build_module
 from instrument.training.data import load_data
-from instrument.training.experiment import _build_optimizer, prepare
+from instrument.training.experiment import Experiment, _build_optimizer
 from instrument.training.models import DenseGAN, SparseAutoencoder
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -230,7 +230,7 @@ def test_every_optimizer_takes_a_step(name: str) -> None:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", options("scheduler"))
 def test_every_scheduler_is_built_on_the_optimizer(name: str) -> None:
-    experiment = prepare(config_of("model=mlp", "model.sizes=[64,10]", "data=digits", f"scheduler={name}"))
+    experiment = Experiment(config_of("model=mlp", "model.sizes=[64,10]", "data=digits", f"scheduler={name}"))
     if name == "none":
         assert experiment.scheduler is None
         return
@@ -336,21 +336,21 @@ def test_every_model_accepts_data_or_reports_the_misfit(pair: tuple[str, str]) -
     task = f"task={TASKS.get(model, 'cross_entropy')}"
     config = config_of(f"model={model}", *DATA[data], task, "hooks=gradients", "train.batch_size=2")
     if (model, data) in FIT:
-        assert prepare(config).plan.sites
+        assert Experiment(config).plan.sites
         return
     with pytest.raises(ConfigError) as caught:
-        prepare(config)
+        Experiment(config)
     (problem,) = caught.value.problems
     assert problem.where in ("data, model", "task")
     assert problem.given
 
 
 def test_mlp_infers_its_first_size_from_the_data() -> None:
-    experiment = prepare(config_of("model=mlp", "data=digits", "train.steps=1"))
+    experiment = Experiment(config_of("model=mlp", "data=digits", "train.steps=1"))
     first = next(experiment.model.parameters())
     assert (type(experiment.model.layers[0][0]), first.shape) == (nn.Linear, (128, 64))  # type: ignore[index,union-attr]
     with pytest.raises(ConfigError, match="only the first size, that of the input, may be null"):
-        prepare(config_of("model=mlp", "model.sizes=[64,null,10]", "data=digits"))
+        Experiment(config_of("model=mlp", "model.sizes=[64,null,10]", "data=digits"))
 
 
 def test_text_for_a_number_is_not_the_reason_of_another_error() -> None:

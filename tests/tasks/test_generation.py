@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from instrument.tasks import Generate, Outcome
 from instrument.tasks.base import check_outcome
 from instrument.training.data import loader_options
 from instrument.training.datasets import Prompts
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loader import Loader
 from instrument.training.loop import evaluate
 
@@ -156,12 +155,12 @@ def test_evaluation_writes_what_was_generated() -> None:
         "train": {"steps": 1, "batch_size": 2},
         "hooks": {"seen": {"layers": "lm_head", "kind": "forward", "action": "record", "phase": "eval"}},
     }
-    experiment = prepare(parse_config(text))
+    experiment = Experiment(parse_config(text))
     config = DataConfig.model_validate(
         {"dataset": {"_target_": "x"}, "collate_fn": {"_target_": "instrument.training.loader.unchanged"}}
     )
     loader = Loader(Prompts(PROMPTS * 2), 3, options=loader_options(config, 0, pins_memory=False))
-    experiment = replace(experiment, task=Generate(3, Letters()), eval_loader=loader)
+    experiment.task, experiment.eval_loader = Generate(3, Letters()), loader
     sink = MemorySink()
     with Probe(experiment.plan, sink) as probe:
         metrics = evaluate(experiment, probe)

@@ -28,7 +28,7 @@ from instrument.stats.measure import Measured
 from instrument.storage.parquet import ParquetSink
 from instrument.training.dry_run import dry_run
 from instrument.training.environment import process_state
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loader import LoadedBatch, Loader
 from instrument.training.loop import train_step
 from instrument.training.runner import run
@@ -191,7 +191,7 @@ def forecast_of(hooks: dict[str, Any], train: dict[str, Any] | None = None, **mo
     raw = {**CONFIG, "model": CNN, **more, "hooks": hooks, "train": train or {"steps": 20, "batch_size": 16}}
     config = parse_config(raw)
     with process_state(seed=config.seed, deterministic=config.deterministic):
-        return dry_run(prepare(config))
+        return dry_run(Experiment(config))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from instrument import ConfigError, InstrumentError
 from instrument.config.experiment import DataConfig, TrainConfig
 from instrument.fields.field_types import Target
 from instrument.training.data import build_sampler, load_data, loader_options
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loader import Batches, BatchShard, Loader, LoaderOptions, Slice, Stream, first_batch, lists
 
 SAMPLES = 11
@@ -510,4 +510,4 @@ def test_configuration_of_a_stream_is_checked(workdir: Path, monkeypatch: pytest
     (workdir / "streamed.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(workdir)
     with pytest.raises(ConfigError, match=r"train\.epochs: the dataset is iterable and has no length"):
-        prepare(compose(*RUN, "train.steps=null", "train.epochs=1")[0])
+        Experiment(compose(*RUN, "train.steps=null", "train.epochs=1")[0])

@@ -22,7 +22,7 @@ from instrument.config.schedule import Evaluations
 from instrument.probe.probe import Probe
 from instrument.tasks import Outcome, WeightedMean
 from instrument.training.distributed.strategies import Strategy
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loader import first_batch
 from instrument.training.loop import Progress, evaluate, gradient_norm, run_forward, train_step
 
@@ -161,7 +161,7 @@ def test_closure_is_refused_with_several_processes() -> None:
     strategy.processes = object()  # type: ignore[assignment]
     config = parse_config({**CONFIG, "optimizer": {"_target_": "torch.optim.LBFGS"}})
     with pytest.raises(ConfigError, match="the step of LBFGS requires a closure, which works in a single process only"):
-        prepare(config, strategy)
+        Experiment(config, strategy)
 
 
 LANGUAGE: dict[str, Any] = {

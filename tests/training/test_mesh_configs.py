@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from instrument.errors import ConfigError
 from instrument.training.distributed.pipeline import Pipeline
 from instrument.training.distributed.strategies import DataParallel, choose_strategy, pipeline_problems
 from instrument.training.distributed.tensor_parallel import parallelize
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.terminal import Terminal
 
 PLAN = {"layers.0.0": "colwise", "layers.1": "rowwise"}
@@ -85,11 +84,12 @@ def test_dimensions_are_sorted_and_short_forms_are_meshes() -> None:
 def test_terminal_shows_the_mesh(
     parallel: Any, stage: Any, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    experiment = prepare(parse_config({**CONFIG, "device": "cpu"}))
+    experiment = Experiment(parse_config({**CONFIG, "device": "cpu"}))
     train = experiment.config.train.model_copy(update={"parallel": config(parallel, accumulate=2).train.parallel})
     strategy: Any = SimpleNamespace(ranks=SimpleNamespace(world_size=2), pipeline=stage)
     config_of_mesh = experiment.config.model_copy(update={"train": train})
-    Terminal().begin(replace(experiment, config=config_of_mesh, strategy=strategy), tmp_path)
+    experiment.config, experiment.strategy = config_of_mesh, strategy
+    Terminal().begin(experiment, tmp_path)
     assert expected in " ".join(capsys.readouterr().out.split())
 
 

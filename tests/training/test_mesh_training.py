@@ -25,7 +25,7 @@ from instrument.config.parse import parse_config
 from instrument.plan.cost import Forecast, mesh_cost
 from instrument.plan.hook_plan import HookPlan
 from instrument.training import dry_run
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.verification import Fingerprint, first_difference, joined
 
 PLAN = "plan: {layers.0.0: colwise, layers.1.0: rowwise}"
@@ -67,7 +67,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Forecast, HookPla
     with contextlib.chdir(tmp_path_factory.mktemp("plan")), pytest.MonkeyPatch.context() as patched:
         patched.setattr(dry_run, "SECONDS", 0.1)
         _, raw = compose(*RUN)
-        experiment = prepare(parse_config(raw))
+        experiment = Experiment(parse_config(raw))
         return dry_run.dry_run(experiment), experiment.plan
 
 
@@ -228,7 +228,7 @@ def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], plan
 def test_plan_checks_the_modules_of_a_mesh(parallel: str, expected: str) -> None:
     _, raw = compose(*RUN, f"train.parallel={parallel}", "plan=true")
     with pytest.raises(instrument.ConfigError, match=expected):
-        prepare(parse_config(raw))
+        Experiment(parse_config(raw))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from instrument.config.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
 from instrument.tasks.base import batch_with_targets
 from instrument.training.dry_run import dry_run
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import run_forward
 from instrument.training.verification import verify
 
@@ -241,7 +241,7 @@ def test_dataset_of_hugging_face_is_built_from_yaml() -> None:
         "collate_fn": {"_target_": "transformers.default_data_collator"},
         "slice": {"start": 1},
     }
-    experiment = prepare(parse_config(config))
+    experiment = Experiment(parse_config(config))
     sink, _ = run_in_memory(experiment)
     assert list(sink.frame("metrics").phase) == ["train", "train", "eval"]
     (batch, *_) = experiment.eval_loader
@@ -259,7 +259,7 @@ def test_targets_of_a_task_with_named_labels_are_found() -> None:
 
 def experiment_of(name: str, kind: str = "", **overrides: Any) -> Experiment:
     torch.manual_seed(0)
-    return prepare(config_of(name, kind, **overrides))
+    return Experiment(config_of(name, kind, **overrides))
 
 
 def number_of_hooks(model: nn.Module) -> int:

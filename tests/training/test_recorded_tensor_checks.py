@@ -21,7 +21,7 @@ from instrument.probe.probe import Probe
 from instrument.storage.parquet import ParquetSink
 from instrument.training import dry_run as profiling
 from instrument.training.dry_run import dry_run
-from instrument.training.experiment import prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import train
 
 CONFIG: dict[str, Any] = {
@@ -42,7 +42,7 @@ def trained(
     train_config = CONFIG["train"] | train_overrides
     overrides = {"seed": order, "hooks": hooks, "model": model, "data": data, "train": train_config}
     torch.manual_seed(seed)
-    experiment = prepare(parse_config(CONFIG | overrides))
+    experiment = Experiment(parse_config(CONFIG | overrides))
     sink = MemorySink()
     records = sink if out is None else ParquetSink(out)
     with Probe(experiment.plan, records, optimizer=experiment.optimizer, archive=experiment.archive) as probe:
@@ -115,7 +115,7 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
     monkeypatch.setattr(profiling, "SECONDS", 0.0)
     put = {name: {**REPLACE, "run": clean, "phase": name} for name in ("train", "eval")}
     torch.manual_seed(0)
-    experiment = prepare(parse_config(CONFIG | {"hooks": put}))  # micro-batches of 16, 16 and 16, 2 samples
+    experiment = Experiment(parse_config(CONFIG | {"hooks": put}))  # micro-batches of 16, 16 and 16, 2 samples
     cost = dry_run(experiment).cost
     assert {name: spent.firings for name, spent in cost.items()} == {"train": 2, "eval": 1}
 
@@ -228,7 +228,7 @@ def test_tensors_of_the_same_phase_are_used(tmp_path: Path) -> None:
 def prepare_only(hooks: dict[str, Any], **overrides: Any) -> None:
     changed = {name: overrides.pop(name) for name in ("model",) if name in overrides}
     data = CONFIG["data"] | overrides.pop("data", {})
-    prepare(parse_config({**CONFIG, **changed, "hooks": hooks, "data": data, "train": CONFIG["train"] | overrides}))
+    Experiment(parse_config({**CONFIG, **changed, "hooks": hooks, "data": data, "train": CONFIG["train"] | overrides}))
 
 
 PART = {**RECORD, "layers": "layers.0", "slice": "10"}
@@ -505,5 +505,5 @@ def test_dry_run_uses_values_of_other_samples(tmp_path: Path, monkeypatch: pytes
     data = {"slice": {"stop": 64}}
     run = recorded(tmp_path / "second", {"kept": {**RECORD, "steps": [1]}}, data=data)
     put = {"put": {**REPLACE, "run": run, "match": "id", "steps": [1]}}
-    experiment = prepare(parse_config(CONFIG | {"hooks": put, "data": CONFIG["data"] | data}))
+    experiment = Experiment(parse_config(CONFIG | {"hooks": put, "data": CONFIG["data"] | data}))
     assert dry_run(experiment).cost["put"].firings == 1  # with a batch of step 0, which has no recorded values

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_folders import write_run
 
-from instrument.training.verification import ReplayCertificate, certify_replay
+from instrument.training.verification import Certificate, ReplayCertificate, certify_replay, write_certificate
 
 ENTRY = {"begin": 4, "steps": [5, 8], "first_step": None, "counterfactual": [], "changes": [], "changes_left_out": []}
 FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
@@ -92,3 +94,12 @@ def test_certificate_of_equal_steps(
     found = certified(tmp_path, run, replay, **fields)
     assert (found.holds, found.steps, found.repeats_failure) == expected
     assert found.difference is None
+
+
+def test_certificate_with_infinite_numbers_is_json(tmp_path: Path) -> None:
+    certificate = Certificate(1, 0, ("mine",), (), 2, 1, 3, None, largest=(inf, "fc.weight"))
+    expected = {"steps": 1, "hooks": ["mine"], "largest": ["Infinity", "fc.weight"], "holds": True}
+    text = write_certificate(certificate, tmp_path)
+    assert (tmp_path / "certificate.json").read_text() == f"{text}\n"
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert {name: found[name] for name in expected} == expected

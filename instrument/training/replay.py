@@ -1,4 +1,4 @@
-"""The configuration of a replay: that of the recorded run, with further record hooks."""
+"""Replays: a recorded run, and what its repetition with other record hooks does. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -8,35 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
-from omegaconf import OmegaConf
-
 from ..config.base import ObservationSpec
-from ..config.experiment import TRACKERS, SinkConfig
 from ..config.hook_specs import HookSpec
-from ..config.parse import named_specs, parse_hooks, parse_rules
+from ..config.parse import parse_hooks, parse_rules
 from ..config.rules import DisableAction, EnableAction, RuleBase
-from ..config.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
+from ..config.run_changes import SCHEDULE_FIELDS, Settings, changed_hook
 from ..config.schedule import STEP_PHASES
-from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem
 from ..formatting import steps_text
 from ..storage.control_folder import ControlFolder
 from ..storage.remote_folder import check_is_local
 from ..storage.run_files import RunFiles
-from ..storage.run_record import REQUIRED, checkpoint_steps, read_record
-from .hydra_errors import composition_problem
+from ..storage.run_record import REQUIRED, checkpoint_steps, environment_differences, read_record
 
 RUN = "RUN"  # the argument, for error messages
-CONFIG_NAME = "replayed_run"  # root configuration of the replay, which is not a file
-# An override below these keys changes no value of the training. The device and a dataset in another folder are compared
-# with those of the run.
-ALLOWED = (
-    *("hooks", "sink", "budget", "reduce", "report", "quiet", "name", "device"),
-    *("data.ids", "data.num_workers", "data.pin_memory", "data.root"),
-)
 
 
 @dataclass(frozen=True)
@@ -122,15 +107,6 @@ class RecordedRun:
             raise ConfigError(Problem("--before-failure", "must be a number of steps", count, "1 or more"))
         return range(max(0, self.done - count), self.done)
 
-    def begin(self, window: range) -> int:
-        """Return the number of completed steps of the last checkpoint at or before a window; 0 for the start of the run.
-
-        If interventions depend on the values of earlier steps, the replay begins at the start.
-        """
-        if self.depends_on_values:
-            return 0
-        return max((step for step in checkpoint_steps(self.folder) if step <= window.start), default=0)
-
     @property
     def depends_on_values(self) -> bool:
         """Whether interventions depend on values of earlier steps: they have a condition, or a rule turns hooks on or off."""
@@ -149,59 +125,10 @@ class RecordedRun:
     def rules(self) -> dict[str, RuleBase]:
         return parse_rules(self.record["config"].get("rules"))
 
-    def rules_of_replay(self, hooks: Mapping[str, HookSpec]) -> dict[str, RuleBase]:
-        """Return the rules of a replay: those that affect the training, that only warn, or that one of its hooks follows."""
-        if self.depends_on_values:
-            return self.rules
-        followed = {spec.follows for spec in hooks.values()}
-        return {name: rule for name, rule in self.rules.items() if rule.is_optional or name in followed}
-
     @property
     def hooks(self) -> dict[str, HookSpec]:
         mode = self.record["config"].get("mode")
         return parse_hooks(self.record["config"].get("hooks"), phase="forward" if mode == "forward" else "train")
-
-
-def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
-    """Store the root configuration of a replay, to which Hydra applies the overrides.
-
-    It is the configuration of the run without its outputs: remote storage, trackers, custom sinks, checkpoints, budget.
-    A hook set that the overrides choose is added to the hooks of the run, as in a run.
-    """
-    _check_overrides(overrides)
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(dict(run.record["config"])))  # type: ignore[assignment]
-    hooks = dict(named_specs("hooks", config.get("hooks")))
-    sink = {key: value for key, value in (config.get("sink") or {}).items() if key in _PARQUET_FIELDS}
-    config |= {"plan": False, "resume": None, "report": False, "quiet": False, "objective": "loss", "sink": sink}
-    config |= {"budget": {"time": None, "bytes": None}, "hooks": hooks or None}
-    config["train"] |= {"checkpoint": {"every": 0}, "save": False}
-    packaged: Any = OmegaConf.load(conf_folder() / "config.yaml")
-    packaged.hydra.run.dir = f"runs/replays/{_label(run.folder)}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
-    node = {"defaults": ["_self_", {"sink": None}, {"hooks": None}], **config, "hydra": packaged.hydra}
-    ConfigStore.instance().store(CONFIG_NAME, node, provider="instrument.replay")
-
-
-_PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custom", *TRACKERS.builtin}
-
-
-def _check_overrides(overrides: Sequence[str]) -> None:
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise ConfigError(composition_problem(error, overrides, [])) from None
-    for override in parsed:
-        key = override.key_or_group
-        if not any(f"{key}.".startswith(f"{allowed}.") for allowed in (*ALLOWED, "hydra")):
-            message = "a replay repeats the training of the run, so this key cannot be overridden"
-            fix = "to train with another configuration, use python -m instrument"
-            raise ConfigError(Problem(key, message, given=override.input_line, allowed=", ".join(ALLOWED), fix=fix))
-
-
-def _label(folder: Path) -> str:
-    """Return the path of a run below `runs`, or the name of its folder."""
-    runs = (Path.cwd() / "runs").resolve()
-    resolved = folder.resolve()
-    return str(resolved.relative_to(runs)) if resolved.is_relative_to(runs) else resolved.name
 
 
 def is_required(spec: HookSpec) -> bool:
@@ -209,42 +136,63 @@ def is_required(spec: HookSpec) -> bool:
     return not isinstance(spec, ObservationSpec) or spec.keep_as is not None
 
 
-@dataclass(frozen=True)
-class ReplayHooks:
-    """The hooks of a replay."""
+class Replay:
+    """A run to repeat, with its hooks and those of the command line.
 
-    specs: dict[str, HookSpec]
-    left_out: tuple[str, ...]  # the record hooks of the run that are not scheduled in the window
-    changed: tuple[str, ...]  # the interventions that differ from those of the run
-    # The first step at which a changed intervention runs or is missing; for an evaluation, the number of completed steps. None without
-    # changed interventions.
-    first_step: int | None
-    changes_evaluation: bool  # whether a changed intervention runs in evaluations or on the probe batch
+    Record hooks run in the window. Interventions run as in the run. Inside the window, changed interventions replace those of the run.
 
-    @classmethod
-    def of(cls, run: RecordedRun, given: Mapping[str, HookSpec], window: range, *, intervene: bool) -> ReplayHooks:
-        """Combine the hooks of a run with those of the command line. Raise a ConfigError if one cannot run in the window.
+    Args:
+        given: The hooks of the run, as the command line has changed them.
+        window: The steps in which the record hooks run.
+        intervene: Whether the replay is a counterfactual.
+        force: Whether a replay that cannot be expected to be exact is allowed.
+        operators: Whether every operator of the window is recorded.
 
-        Record hooks run in the window. Interventions run as in the run. Inside the window, changed interventions
-        replace those of the run.
-        """
+    Attributes:
+        hooks: The hooks of the replay.
+        left_out: The record hooks of the run that are not scheduled in the window.
+        counterfactual: The interventions that differ from those of the run.
+        first_step: The first step at which one of them runs or is missing; for an evaluation, the number of completed steps. None for an
+            exact replay.
+        changes_evaluation: Whether one of them runs in evaluations or on the probe batch.
+        begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
+        settings, repeated, not_repeated: See `_repeat_changes`.
+        notes: The decisive differences of a forced replay, which `check` adds.
+
+    Raises:
+        ConfigError: A hook cannot run in the window, or interventions differ without `intervene`, or none differs with it.
+    """
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        given: Mapping[str, HookSpec],
+        window: range,
+        *,
+        intervene: bool,
+        force: bool,
+        operators: bool,
+    ) -> None:
+        self.run, self.window, self.force, self.operators = run, window, force, operators
+        self.notes: list[str] = []
         original, before = run.hooks, run.required_hooks
         after = {name: spec for name, spec in given.items() if name in before or is_required(spec)}
         changed = tuple(name for name in {**before, **after} if before.get(name) != after.get(name))
         _check_interventions(changed, before, intervene=intervene)
-        specs: dict[str, HookSpec] = {}
-        left_out, starts = [], []
+        self.hooks: dict[str, HookSpec] = {}
+        self.left_out: list[str] = []
+        starts = []
         lead_in = range(window.start)
         # The order of the run, because hooks at the same tensor act in this order.
         for name in dict.fromkeys([*(name for name in original if name in given or name in before), *given]):
             spec = given.get(name)
             if name in before and name not in changed:
-                specs[name] = before[name]
+                self.hooks[name] = before[name]
                 continue
             if name in before:
                 starts += _first(_within(before[name], window))
                 if (unchanged := _within(before[name], lead_in)) is not None:
-                    specs[name] = unchanged
+                    self.hooks[name] = unchanged
             if spec is None:
                 continue
             restricted = _within(spec, window)
@@ -252,9 +200,9 @@ class ReplayHooks:
                 if name in changed:
                     starts += _first(restricted)
                 new = f"{name}_counterfactual" if name in before else name
-                specs[new] = restricted.model_copy(update={"name": new})
+                self.hooks[new] = restricted.model_copy(update={"name": new})
             elif original.get(name) == spec:
-                left_out.append(name)
+                self.left_out.append(name)
             else:
                 text = f"the hook is not scheduled in {steps_text(window)}: its schedule is {spec.schedule}"
                 fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
@@ -262,32 +210,82 @@ class ReplayHooks:
         if changed and not starts:
             raise ConfigError(Problem("--intervene", f"no changed intervention runs in {steps_text(window)}", changed))
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}
-        return cls(specs, tuple(left_out), changed, min(starts, default=None), bool(phases - {*STEP_PHASES}))
+        self.counterfactual, self.first_step = changed, min(starts, default=None)
+        self.changes_evaluation = bool(phases - {*STEP_PHASES})
+        # If interventions depend on the values of earlier steps, the replay begins at the start.
+        steps = [] if run.depends_on_values else checkpoint_steps(run.folder)
+        self.begin = max((step for step in steps if step <= window.start), default=0)
+        self._repeat_changes()
+
+    def _repeat_changes(self) -> None:
+        """Find the changes that `instrument.control` made during the run: those to repeat, and those that are not repeated.
+
+        Repeated are the changes of the learning rate and of the interventions of the run. If a counterfactual changes an intervention, the
+        original one acts before the window. Its changes are repeated, except for changes of the schedule. `settings` are those at the
+        start of the run, of the hooks whose changes are repeated.
+        """
+        settings = Settings.of(self.run.record["config"])
+        kept = {name: settings.hooks[name] for name in self.run.required_hooks if name in self.hooks}
+        for name in kept.keys() & set(self.counterfactual):
+            spec = self.hooks[name]
+            limit = {"stop": spec.stop} if spec.steps is None else {"steps": sorted(spec.steps)}
+            kept[name] = {**kept[name], **limit}
+        self.settings = replace(settings, hooks=kept)
+        fixed = {f"hooks.{name}.{field}" for name in self.counterfactual for field in SCHEDULE_FIELDS}
+        self.repeated: list[tuple[int, list[str]]] = []
+        self.not_repeated: list[tuple[int, list[str]]] = []
+        for step, texts in ControlFolder(self.run.folder).recorded():
+            chosen = [changed_hook(text) in (None, *kept) and text.partition("=")[0] not in fixed for text in texts]
+            for changes, wanted in ((self.repeated, True), (self.not_repeated, False)):
+                part = [text for text, is_kept in zip(texts, chosen, strict=True) if is_kept is wanted]
+                if part and step < self.window.stop:
+                    changes.append((step, part))
+
+    @property
+    def rules(self) -> dict[str, RuleBase]:
+        """The rules of the replay: those that affect the training, that only warn, or that one of its hooks follows."""
+        if self.run.depends_on_values:
+            return self.run.rules
+        followed = {spec.follows for spec in self.hooks.values()}
+        return {name: rule for name, rule in self.run.rules.items() if rule.is_optional or name in followed}
+
+    @property
+    def message(self) -> str:
+        start = f"its checkpoint after {self.begin} steps" if self.begin else "its start"
+        text = f"repeats {self.run.folder} from {start}; hooks record {steps_text(self.window)}"
+        if not self.counterfactual:
+            return text
+        names = ", ".join(self.counterfactual)
+        return f"{text}; a counterfactual from step {self.first_step} on, with other interventions: {names}"
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry `replay` of run.json."""
+        return {
+            "source": str(self.run.folder.resolve()),
+            "source_config_hash": self.run.record.get("config_hash"),
+            "begin": self.begin,
+            "steps": [self.window.start, self.window.stop],
+            "counterfactual": list(self.counterfactual),
+            "first_step": self.first_step,
+            "operators": self.operators,
+            "forced": self.notes,
+            "changes": _texts(self.repeated),
+            "changes_left_out": _texts(self.not_repeated),
+        }
+
+    def check(self, present: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if the replay cannot be exact in this environment, unless `force` is set."""
+        differences = [each for each in environment_differences(self.run.record, present) if each.is_decisive]
+        if differences and not self.force:
+            message = f"the replay cannot be expected to be exact, because {differences[0]}"
+            more = f"; {', '.join(each.what for each in differences[1:])} differ too" if differences[1:] else ""
+            fix = "repeat it in the environment of the run, or pass --force; the certificate then has the difference"
+            raise ConfigError(Problem(RUN, message + more, given=str(self.run.folder), fix=fix))
+        self.notes.extend(map(str, differences))
 
 
-def repeated_changes(run: RecordedRun, hooks: ReplayHooks, window: range) -> RepeatedChanges:
-    """Return the changes that `instrument.control` made during a run, as its replay repeats them.
-
-    These are the changes of the learning rate and of the interventions of the run. If a counterfactual changes an
-    intervention, the original one acts before the window. Its changes are repeated, except for changes of the schedule.
-    """
-    settings = Settings.of(run.record["config"])
-    kept = {name: settings.hooks[name] for name in run.required_hooks if name in hooks.specs}
-    for name in kept.keys() & set(hooks.changed):
-        spec = hooks.specs[name]
-        limit = {"stop": spec.stop} if spec.steps is None else {"steps": sorted(spec.steps)}
-        kept[name] = {**kept[name], **limit}
-    fixed = {f"hooks.{name}.{field}" for name in hooks.changed for field in SCHEDULE_FIELDS}
-    repeated: list[tuple[int, tuple[str, ...]]] = []
-    left_out: list[tuple[int, tuple[str, ...]]] = []
-    for step, texts in ControlFolder(run.folder).recorded():
-        if step >= window.stop:
-            break
-        chosen = [changed_hook(text) in (None, *kept) and text.partition("=")[0] not in fixed for text in texts]
-        for changes, wanted in ((repeated, True), (left_out, False)):
-            if part := tuple(text for text, is_kept in zip(texts, chosen, strict=True) if is_kept is wanted):
-                changes.append((step, part))
-    return RepeatedChanges(replace(settings, hooks=kept), tuple(repeated), tuple(left_out))
+def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    return [f"{text} after {step} steps" for step, texts in changes for text in texts]
 
 
 def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec], *, intervene: bool) -> None:
