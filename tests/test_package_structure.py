@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -321,3 +322,8 @@ def test_names_of_test_files_are_unique() -> None:
 
 def test_every_file_has_a_docstring() -> None:
     assert [str(file) for file in files() if not parsed(file)[0]] == []
+
+
+def test_probe_has_at_most_20_methods() -> None:
+    methods = [name for name, value in vars(instrument.Probe).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert len(methods) <= 20

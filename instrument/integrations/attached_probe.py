@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..analysis.load import Run, load
 from ..analysis.run_tables import IN_MEMORY, check_is_table
@@ -18,6 +19,7 @@ from ..config.run_changes import Settings
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe
+from ..probe.samples import checked_ids, checked_targets
 from ..storage.memory import MemorySink
 from ..storage.row_batches import as_batch, as_table
 from ..storage.run_files import RunFiles
@@ -54,6 +56,42 @@ class AttachedProbe(Probe):
         self._folder = folder
         self._control: Control | None = None
         self._files = MemoryFiles(sink, self._run_info) if isinstance(sink, MemorySink) else None
+
+    def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
+        """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
+
+        Call it when all gradients are complete, before the optimizer uses them.
+
+        Args:
+            optimizer: The optimizer that makes its step next. Required if there are several.
+
+        Raises:
+            ValueError: The argument is missing although there are several optimizers, or is not an optimizer of this
+                probe; or `steps_by_loop` is not set.
+            HookError: It is called twice before a step. `optimizer.step()` raises it if this call is missing.
+        """
+        self._hooks.before_optimizer_step(optimizer)
+
+    def batch(self, *, ids: Any, targets: Any = None) -> None:
+        """Name the samples of the next batch. Call it before the forward pass of each micro-step.
+
+        If a hook records a tensor in the micro-step, the table `samples` gets one row for each sample. Then
+        `features` of the run returns the tensors with these ids and targets.
+
+        Args:
+            ids: One id for each sample, in the order of dimension 0: different integers, such as indices in the
+                dataset, or different strings. A list, an array or a tensor, [samples]. The ids of a tensor on a GPU are
+                not compared with each other.
+            targets: One number for each sample: a list, an array or a tensor, [samples]. The values of a tensor on a
+                GPU are copied when the step ends. Or integers [samples, positions], for `position_losses`: the class that the logits at
+                each position predict, -100 for none; in the table `samples`, `target` is then null. Default: None, no targets.
+
+        Raises:
+            ConfigError: An argument has the wrong type or shape, an id occurs twice, or the batch of this micro-step is
+                named already. At the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
+        """
+        names = checked_ids(ids)
+        self._name_samples(names, checked_targets(targets, len(names)), is_checked=True)
 
     def accept_changes(self) -> None:
         """From now on, make the changes that `python -m instrument.control` requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
 from types import TracebackType
@@ -13,7 +13,6 @@ from typing import Any, Literal, Self, get_args
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from ..actions.base import Archive, SampleIds, StepContext
 from ..actions.record import Record
@@ -49,7 +48,7 @@ from .phase_watch import PhaseWatch
 from .program_settings import LossOperators
 from .recorder import Recorder
 from .rules import RuleActions, RuleRows
-from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
+from .samples import SampleBatch, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows
 
@@ -83,7 +82,6 @@ class Probe(OwnedByProcess):
     Attributes:
         sink: The sink that receives all rows.
         warnings: The messages of all events of severity `warning`, in order.
-        operator_steps: The steps in which the loop of this package records operators. Default: none.
         recorder: Collects the rows of a step and passes them to the sink.
 
     Raises:
@@ -168,7 +166,6 @@ class Probe(OwnedByProcess):
             self.rules.relations, plan.layers.model, self.optimizers, self.clock, self._hooks.steps.scaler
         )
         self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
-        self.operator_steps = range(0)
         self._operators: OperatorMode | None = None
         self.warnings: list[str] = []
         self._stop_reason: str | None = None
@@ -422,42 +419,6 @@ class Probe(OwnedByProcess):
         if self._layers_pending:
             self._losses.note(loss)
 
-    def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
-        """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
-
-        Call it when all gradients are complete, before the optimizer uses them.
-
-        Args:
-            optimizer: The optimizer that makes its step next. Required if there are several.
-
-        Raises:
-            ValueError: The argument is missing although there are several optimizers, or is not an optimizer of this
-                probe; or `steps_by_loop` is not set.
-            HookError: It is called twice before a step. `optimizer.step()` raises it if this call is missing.
-        """
-        self._hooks.before_optimizer_step(optimizer)
-
-    def batch(self, *, ids: Any, targets: Any = None) -> None:
-        """Name the samples of the next batch. Call it before the forward pass of each micro-step.
-
-        If a hook records a tensor in the micro-step, the table `samples` gets one row for each sample. Then
-        `features` of the run returns the tensors with these ids and targets.
-
-        Args:
-            ids: One id for each sample, in the order of dimension 0: different integers, such as indices in the
-                dataset, or different strings. A list, an array or a tensor, [samples]. The ids of a tensor on a GPU are
-                not compared with each other.
-            targets: One number for each sample: a list, an array or a tensor, [samples]. The values of a tensor on a
-                GPU are copied when the step ends. Or integers [samples, positions], for `position_losses`: the class that the logits at
-                each position predict, -100 for none; in the table `samples`, `target` is then null. Default: None, no targets.
-
-        Raises:
-            ConfigError: An argument has the wrong type or shape, an id occurs twice, or the batch of this micro-step is
-                named already. At the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
-        """
-        names = checked_ids(ids)
-        self._name_samples(names, checked_targets(targets, len(names)), is_checked=True)
-
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
         """Name the samples of the next batch by their indices in the complete dataset, for loops that load batches from it.
 
@@ -605,21 +566,6 @@ class Probe(OwnedByProcess):
             self._operators = OperatorMode(self.plan.layers, self.clock, partial(self.recorder.write, "operators"))
         with self._operators.block():
             yield
-
-    def operators_of_step(self) -> AbstractContextManager[None]:
-        """Return a block that records operators if the current step is one of `operator_steps`."""
-        return self.record_operators() if self.step in self.operator_steps else nullcontext()
-
-    def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
-        """Write rows of the `generated` table for the current micro-step.
-
-        Args:
-            generated: For each sample of the batch: the prompt and the generated text (None without a tokenizer), the
-                token ids of the prompt, and the generated token ids.
-        """
-        place = (*self.clock.moment, self.clock.rank)
-        if generated:
-            self.recorder.write("generated", [(*place, index, *cells) for index, cells in enumerate(generated)])
 
     def _on_schedule_change(self, scheduled: list[AttachedHook]) -> None:
         if self.budget is not None:

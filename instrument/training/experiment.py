@@ -96,6 +96,7 @@ class Experiment:
         phases = self._load_batches(options)
         self.probe_batch = phases["probe"].first if "probe" in phases else None
         strategy.check_batches(self.batches)
+        self.operator_steps = range(0)  # the steps in which every operator is recorded; set by a replay
         self.length = Length(
             self.steps,
             config.train.accumulate,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ..probe.probe import Probe
 from ..runtime.own_operations import own_collectives
 from ..tasks.base import (
     CountsTerms,
+    Generated,
     Outcome,
     WeightedMean,
     accuracy,
@@ -93,7 +94,7 @@ def train(
         probe.epoch = epoch
         if has_probe_pass(experiment, probe.step):
             run_probe_batch(experiment, probe)
-        with probe.operators_of_step():
+        with operators_of_step(experiment, probe):
             metrics = train_step(experiment, probe, micro_batches)
         report(metrics, "train")
         if probe.step in experiment.length.evaluations:
@@ -117,13 +118,25 @@ class NoHooks:
     def begin_micro_step(self, *_: Any) -> None:
         """Do nothing."""
 
-    write_generated = end_micro_step = begin_micro_step
+    end_micro_step = begin_micro_step
 
     def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Metrics:  # noqa: ARG002
         return {"loss": None if loss is None else loss.item()}
 
 
 StepObserver = Probe | NoHooks
+
+
+def operators_of_step(experiment: Experiment, probe: Probe) -> AbstractContextManager[None]:
+    """Return a block that records operators if the current step is one of those of `experiment.operator_steps`."""
+    return probe.record_operators() if probe.step in experiment.operator_steps else nullcontext()
+
+
+def write_generated(observer: StepObserver, generated: Sequence[Generated]) -> None:
+    """Write rows of the table `generated` for the current micro-step."""
+    if isinstance(observer, Probe) and generated:
+        place = (*observer.clock.moment, observer.clock.rank)
+        observer.recorder.write("generated", [(*place, index, *astuple(each)) for index, each in enumerate(generated)])
 
 
 def batch_weights(experiment: Experiment, micro_batches: Sequence[LoadedBatch]) -> tuple[list[float], float]:
@@ -256,7 +269,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Metrics:
                     run = partial(call_task, task, experiment.called_model, to_device(batch, experiment.device))
                     pipeline = experiment.strategy.pipeline
                     outcomes.append(run() if pipeline is None else pipeline.call(run))
-                probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
+                write_generated(probe, outcomes[-1].generated)
                 weights.append(batch_weight(task, batch, len(indices)))
                 samples += len(indices)
                 probe.end_micro_step()
@@ -352,7 +365,7 @@ def run_forward(
         for epoch, (loaded,) in experiment.batches:
             probe.epoch = epoch
             scale = points[epoch] if experiment.config.forward.integrate else 1.0
-            with probe.operators_of_step():
+            with operators_of_step(experiment, probe):
                 row, weights = forward_step(experiment, probe, loaded, scale)
             sums.add(row, weights, loaded.total)
             report(row, "forward")
@@ -387,7 +400,7 @@ def forward_step(
             # With this weight, the gradients are those of the mean over the samples, or terms, of all processes.
             (objective if config.of else weighted(objective, weights[0], total)).backward()
             experiment.model.zero_grad()
-    observer.write_generated([astuple(generated) for generated in outcome.generated])
+    write_generated(observer, outcome.generated)
     observer.end_micro_step()
     metrics, weights_of_metrics = mean_over_processes(experiment, [outcome], weights)
     return observer.end_step(**metrics, samples=loaded.total), {"loss": total, **weights_of_metrics}

@@ -239,7 +239,7 @@ class _Training:
             restore(self.state, experiment, self.probe, resumes=self.parts is not None)
         if source is not None:
             experiment.batches.stop = source.window.stop
-            self.probe.operator_steps = source.window if source.operators else range(0)
+            experiment.operator_steps = source.window if source.operators else range(0)
         self.control = Control(
             folder,
             Settings.of(self.raw) if source is None else source.settings,

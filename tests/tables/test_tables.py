@@ -21,6 +21,8 @@ from instrument.storage.row_batches import as_batch, as_table
 from instrument.tables import schemas as tables
 from instrument.tables.schemas import TABLES, Column, Table
 from instrument.tables.statistics import STATISTICS
+from instrument.tasks.base import Generated
+from instrument.training.loop import write_generated
 
 REPOSITORY = Path(__file__).parents[2]
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
@@ -57,7 +59,7 @@ def sink() -> instrument.MemorySink:
                 loss.backward()
                 optimizer.step()
             dist.all_reduce(loss.detach())
-            probe.write_generated([("a", "b", [1], [2, 3])])
+            write_generated(probe, [Generated("a", "b", [1], [2, 3])])
             probe.end_step(loss=loss)
     dist.destroy_process_group()
     return probe.sink

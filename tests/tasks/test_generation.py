@@ -20,7 +20,7 @@ from instrument.training.data import loader_options
 from instrument.training.datasets import Prompts
 from instrument.training.experiment import Experiment
 from instrument.training.loader import Loader
-from instrument.training.loop import evaluate
+from instrument.training.loop import evaluate, write_generated
 
 PROMPTS: list[Any] = ["dcba", "ab"]
 GPT2 = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -126,7 +126,7 @@ def test_hooks_run_once_per_token(use_cache: bool, tmp_path: Path) -> None:
         for _ in range(2):
             with probe.evaluating():
                 outcome = task(model, PROMPTS)
-                probe.write_generated([tuple(vars(generated).values()) for generated in outcome.generated])
+                write_generated(probe, outcome.generated)
             probe.end_step()
             found.append(tokens_of(outcome))
     assert found[0] == expected != found[1]  # the intervention begins at step 1
