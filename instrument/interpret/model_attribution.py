@@ -54,7 +54,7 @@ def attribution_of_model(  # noqa: PLR0917
     with (
         errors_of_arguments(),
         without_side_effects(model, training=False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # enables gradients too
         attach(model, {"attribution": {**hook, "fn": passes.keep}}, rules=None) as passes.probe,
     ):
         number, gradients = passes.run(start)

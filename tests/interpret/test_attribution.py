@@ -61,7 +61,8 @@ def quadratic(output: Tensor) -> Tensor:
 
 def test_gradient_x_input_of_a_linear_layer_is_its_terms(x: Tensor) -> None:
     layer = nn.Linear(6, 1, bias=False)
-    found = attribute(layer, x, of="[:, :, 0]")
+    with torch.inference_mode():
+        found = attribute(layer, x, of="[:, :, 0]")
     np.testing.assert_allclose(found.values["."], (x * layer.weight[0]).detach().numpy(), rtol=1e-6)
     np.testing.assert_allclose(found.grid.to_numpy()[0], (layer(x)).sum((0, 2)).detach().numpy(), rtol=1e-5)
     assert (found.method, found.of, [*found.grid.columns]) == ("gradient_x_input", "[:, :, 0]", ["0", "1", "2", "3"])
