@@ -479,6 +479,20 @@ def test_arguments_that_a_run_does_not_support_are_refused(
         attribute(pairs, **options)
 
 
+@pytest.mark.parametrize("units", [[0], [2, 3]])
+def test_gradients_of_another_part_are_refused(model: nn.Module, x: Tensor, units: list[int]) -> None:
+    hooks = {
+        "values": {**RECORD, "layers": "linear", "kind": "forward", "units": [0, 1]},
+        "gradients": {**RECORD, "layers": "linear", "kind": "full_backward_pre", "units": units},
+    }
+    with instrument.attach(model, hooks) as probe:
+        model(x)[:, 2].sum().backward()
+        probe.end_step()
+    allowed = r"(?s)layers: the gradients have another shape or selection.*allowed  \[3, 4, 2\]"
+    with pytest.raises(InstrumentError, match=allowed):
+        attribute(probe.run)
+
+
 def test_attributions_of_several_runs_are_refused(pairs: instrument.Run, tmp_path: Path) -> None:
     for name in "ab":
         shutil.copytree(pairs.path, tmp_path / name)
