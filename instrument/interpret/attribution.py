@@ -171,7 +171,7 @@ def _attributed(row: Any, clean: int | None, taken: Sequence[Sequence[int]] | No
     """Return the attributions of the samples of a recorded tensor, float64."""
     value, gradient = (np.asarray(row[name], np.float64) for name in ("values", "values_gradient"))
     if value.shape != gradient.shape or not is_same_part:
-        fix, shapes = "use the same selection in both hooks", [str([*each.shape]) for each in (gradient, value)]
+        fix, shapes = "use the same selection in both hooks", (str([*gradient.shape]), str([*value.shape]))
         raise InstrumentError(Problem("layers", "the gradients have another shape or selection", *shapes, fix=fix))
     if clean is None:
         return np.asarray(value * gradient)

@@ -16,6 +16,7 @@ from ..integrations.attach import attach
 from ..integrations.attached_probe import AttachedProbe
 from ..integrations.observe import call_model, errors_of_arguments
 from ..plan.shape_inference import without_side_effects
+from ..runtime.lazy_compiler import uncompiled
 from ..tasks.model_output import OutputUnit
 from ..values.nested import iter_tensors, map_tensors
 from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, make_attribution, parts_of
@@ -55,6 +56,7 @@ def attribution_of_model(  # noqa: PLR0917
         errors_of_arguments(),
         without_side_effects(model, training=False),
         torch.inference_mode(False),  # enables gradients too
+        uncompiled(),  # in a graph, a hook gets no tensors with a graph
         attach(model, {"attribution": {**hook, "fn": passes.keep}}, rules=None) as passes.probe,
     ):
         number, gradients = passes.run(start)

@@ -94,6 +94,14 @@ def test_integrated_gradients_add_up_to_the_change(x: Tensor) -> None:
     assert found.change == pytest.approx(change.item(), rel=1e-5)
 
 
+def test_compiled_model_has_the_values_of_the_model(x: Tensor) -> None:
+    smooth = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    options: dict[str, Any] = {"of": quadratic, "layers": "*", "exact": True}
+    expected, found = (attribute(each, x, **options) for each in (smooth, torch.compile(smooth, backend="eager")))
+    np.testing.assert_array_equal(found.grid, expected.grid)
+    np.testing.assert_array_equal(found.exact, expected.exact)
+
+
 def test_gradients_are_those_of_the_layer_only(model: nn.Module, x: Tensor) -> None:
     """The output of dropout is its input, which is added to it; ReLU writes in place; one layer is called twice."""
     found = attribute(model, x, of="[:, 2]", layers=["linear", "drop", "act"])
