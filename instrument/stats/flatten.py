@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter, is_lazy
@@ -91,7 +92,7 @@ def unreadable(tensor: Tensor) -> str | None:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Return whether a transform of `torch.func`, or `is_grads_batched` of autograd, wraps a tensor."""
-    return is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor)
+    return not _has_storage(tensor) and (is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
 
 
 @cache
