@@ -67,11 +67,13 @@ def logit_lens(
         - `top_tokens`, `top_log_probs`: lists of the `top` most probable tokens and of their log-probabilities, descending
         - `target`: the target; null without one
         - `target_log_prob`: its log-probability, in nats
-        - `target_rank`: the number of tokens that are more probable than the target
+        - `target_rank`: the number of tokens that are more probable than the target; null if a logit is NaN
 
     Raises:
         InstrumentError: A layer was not recorded, the selection is ambiguous, the sizes do not fit, or the run has no such weights.
     """
+    if top < 1:
+        raise InstrumentError(Problem("top", "must be positive", top))
     recorded = Recorded(hook, role, phase, step, path, call).preferring_outputs(run)
     normalize = _normalization(run, norm)
     project, features = _projection(run, unembed)
@@ -118,7 +120,7 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
         "top_log_probs": log_probs,
         "target": pd.arrays.IntegerArray(targets, targets < 0),
         "target_log_prob": target_log_probs,
-        "target_rank": pd.arrays.IntegerArray(np.array(ranks, np.int64), targets < 0),
+        "target_rank": pd.arrays.IntegerArray(np.array(ranks, np.int64), np.isnan(target_log_probs)),
     }
 
 

@@ -198,11 +198,14 @@ def logit_lens(
     shown = positions[: min(MAX_POSITIONS, max(1, int(room / NARROWEST)))]
 
     def text(token: int) -> str:
-        return (
-            str(token)
-            if tokens is None
-            else draw.token_label(tokens(token) if callable(tokens) else str(tokens[token]))
-        )
+        if tokens is None:
+            return str(token)
+        if not callable(tokens) and token >= len(tokens):
+            message = f"must have the text of each token id of the vocabulary, such as {token}"
+            raise InstrumentError(
+                Problem("tokens", message, f"{len(tokens)} texts", fix="or pass a function of the id")
+            )
+        return draw.token_label(tokens(token) if callable(tokens) else str(tokens[token]))
 
     probabilities = np.full((len(layers), len(shown)), np.nan)
     charts = draw.new_charts(CELL * len(shown) + draw.width_of(layers) + 1.5, max(1.2, ROW * len(layers)) + 1.5)

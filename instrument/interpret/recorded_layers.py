@@ -195,8 +195,9 @@ class Recorded:
 
         Without given layers, `size` is that of the last dimension in the model. Raise an InstrumentError if a layer has no tensors.
         """
-        if isinstance(layers, str):
-            raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=f"pass [{layers!r}]"))
+        if isinstance(layers, str) or (layers is not None and not len(layers)):
+            fix = f"pass [{layers!r}]" if isinstance(layers, str) else "leave it out for all recorded layers"
+            raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=fix))
         run.check_single()
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(_FLOATS)
