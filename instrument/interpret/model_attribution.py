@@ -117,7 +117,9 @@ class _Passes:
         gradients: Tensors = {}
         if torch.is_grad_enabled():
             if not self.kept or not number.requires_grad:
-                message = "the number does not depend on a floating-point tensor of these layers, or is detached from the graph"
+                message = "no floating-point tensor passed through these layers"
+                if self.kept:
+                    message = "the number does not depend on the tensors of these layers, or is detached from the graph"
                 raise InstrumentError(Problem("layers", message, fix="select other layers, such as an embedding"))
             tensors = {at: self.kept[at] for at in wanted or self.kept}
             found = torch.autograd.grad(number, [*tensors.values()], allow_unused=True, materialize_grads=True)
