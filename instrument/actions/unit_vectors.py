@@ -112,13 +112,18 @@ class UnitVectors:
     def _recorded(self, run: str, field: str, context: Context) -> Iterator[Tensor]:
         """Yield the recorded tensors of a site as [units, elements], float64."""
         layer = context.layer if self.spec.layer is None else self.spec.layer
-        for tensor in self.archive.tensors_at(run, self.spec.hook, layer, context, where=f"{self.where}.{field}"):
+        where, is_empty = f"{self.where}.{field}", True
+        for tensor in self.archive.tensors_at(run, self.spec.hook, layer, context, where=where):
             dim = self._dimension(tensor.dim(), context)
-            if dim is None:
-                message = f"the recorded tensor of layer {layer or '.'!r} has no units: shape {list(tensor.shape)}"
-                raise ConfigError(Problem(f"{self.where}.{field}", message, given=run))
+            if dim is None or not tensor.isfinite().all():
+                what = "no units" if dim is None else "values that are not finite"
+                message = f"the recorded tensor of layer {layer or '.'!r} has {what}: shape {list(tensor.shape)}"
+                raise ConfigError(Problem(where, message, given=run))
             units = tensor.to(torch.float64).movedim(dim, 0)
+            is_empty &= not units.numel()
             yield units.flatten(1) if units.dim() > 1 else units[:, None]
+        if is_empty:
+            raise ConfigError(Problem(where, f"the recorded tensors of layer {layer or '.'!r} are empty", given=run))
 
     def _dimension(self, dims: int, context: Context) -> int | None:
         """Return the dimension of the units of a tensor; None if it has none."""
@@ -157,8 +162,11 @@ def principal_components(tensors: Iterator[Tensor]) -> Tensor:
         Orthonormal directions in descending order of variance, float64 [units, units].
     """
     total, products, count = torch.zeros(()), torch.zeros(()), 0
+    origin = None
     for tensor in tensors:
-        total, products, count = total + tensor.sum(1), products + tensor @ tensor.T, count + tensor.shape[1]
+        origin = tensor[:, :1] if origin is None or not origin.numel() else origin
+        values = tensor - origin  # the products of values far from zero would hide their variance
+        total, products, count = total + values.sum(1), products + values @ values.T, count + values.shape[1]
     mean = total / count
     ascending: Tensor = torch.linalg.eigh(products / count - torch.outer(mean, mean)).eigenvectors
     return ascending.T.flip(0)

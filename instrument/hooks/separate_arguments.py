@@ -15,7 +15,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import first_line
 from ..plan.shape_inference import preserve_random_state
-from ..runtime.lazy_compiler import compiler_imported
+from ..runtime.lazy_compiler import uncompiled
 from ..values.dtensor import is_sharded
 from ..values.nested import iter_tensors, split_arguments
 from .clock import graph_task
@@ -118,8 +118,7 @@ class SeparateGradients:
 @contextmanager
 def without_side_effects() -> Iterator[None]:
     """Restore the random states after the block. In it, functions run uncompiled, and other code does not see the operators."""
-    uncompiled = torch.compiler.set_stance("force_eager") if compiler_imported() else nullcontext()
-    with preserve_random_state(), _disable_current_modes(), uncompiled:
+    with preserve_random_state(), _disable_current_modes(), uncompiled():
         yield
 
 

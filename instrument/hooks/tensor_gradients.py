@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..stats.flatten import unreadable
-from ..tables.reasons import NO_INPUT_GRAPH, NO_OUTPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT
+from ..stats.flatten import is_wrapped, unreadable
+from ..tables.reasons import NO_INPUT_GRAPH, NO_OUTPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT, WRAPPED
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
 from .attached_hook import AttachedHook, no_gradient_reason
@@ -211,6 +211,10 @@ def _on_gradient(  # noqa: PLR0917
     """The hook of `gradient_hook`. It does not refer to the call, which may refer to tensors of the graph."""
     # The gradient is None if an operation has several outputs and this one is unused.
     if clock.closed or gradient is None:
+        return None
+    if is_wrapped(gradient):
+        for attached in attached_hooks:
+            attached.count_miss(WRAPPED)
         return None
     firing, new = firing_of(index, next(passes), recompute, origin), gradient
     for attached in attached_hooks:

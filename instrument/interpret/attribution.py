@@ -127,14 +127,18 @@ def _of_run(
             run.tensors(layer=layer, kind=kinds, recompute=False, backward=0, **where).drop_duplicates(_KEYS)
             for kinds in (_FORWARD, _BACKWARD)
         )
-        rows = values.merge(gradients[[*_KEYS, "values"]], on=_KEYS, suffixes=("", "_gradient")).sort_values("step")
+        of_gradients = gradients[[*_KEYS, "values", "hook"]]
+        rows = values.merge(of_gradients, on=_KEYS, suffixes=("", "_gradient")).sort_values("step")
         if rows["phase"].nunique() != 1:
             message = "several phases have tensors" if len(rows) else "the values and the gradients are of other steps"
             raise InstrumentError(Problem("phase", message, layer or ".", fix="pass phase= or step="))
         for _, row in rows.iterrows():
             at, batch = Location(layer, row["path"], row["call"]), [*row[_BATCH]]
-            taken[at] = recorded_indices(specs.get(row["hook"]), tuple(row["shape"]), tuple(row["source_shape"]))
-            value = _attributed(row, clean, taken[at])
+            shapes = tuple(row["shape"]), tuple(row["source_shape"])
+            taken[at], of_gradient = (
+                recorded_indices(specs.get(row[key]), *shapes) for key in ("hook", "hook_gradient")
+            )
+            value = _attributed(row, clean, taken[at], is_same_part=taken[at] == of_gradient)
             if batches_of_pass is not None:
                 batch[0] %= batches_of_pass
                 value *= weights[row["epoch"]] / (points[row["epoch"]] + 1)  # the input is multiplied by the point
@@ -163,12 +167,12 @@ def _layers(run: Run, order: Sequence[str], layers: str | Sequence[str] | None, 
     return [name for name in both if any(matches(pattern, name) for pattern in patterns)]
 
 
-def _attributed(row: Any, clean: int | None, taken: Sequence[Sequence[int]] | None) -> Array:
+def _attributed(row: Any, clean: int | None, taken: Sequence[Sequence[int]] | None, *, is_same_part: bool) -> Array:
     """Return the attributions of the samples of a recorded tensor, float64."""
     value, gradient = (np.asarray(row[name], np.float64) for name in ("values", "values_gradient"))
-    if value.shape != gradient.shape:
-        fix, shapes = "use the same selection in both hooks", (gradient.shape, value.shape)
-        raise InstrumentError(Problem("layers", "the gradients have another shape", *shapes, fix=fix))
+    if value.shape != gradient.shape or not is_same_part:
+        fix, shapes = "use the same selection in both hooks", (str([*gradient.shape]), str([*value.shape]))
+        raise InstrumentError(Problem("layers", "the gradients have another shape or selection", *shapes, fix=fix))
     if clean is None:
         return np.asarray(value * gradient)
     samples = [*(range(len(value)) if taken is None else taken[0])] if value.ndim else []

@@ -49,6 +49,7 @@ def class_activation_map(
     phase: str | None = None,
     step: int | None = None,
     path: str | None = None,
+    call: int | None = None,
 ) -> ClassActivation:
     """Compute class activation maps (CAM) or gradient-weighted ones (Grad-CAM) from recorded feature maps.
 
@@ -70,6 +71,7 @@ def class_activation_map(
         phase: Phase of the tensors; required if the layer was recorded in several.
         step: The recorded step; required if the samples occur in several steps.
         path: The path of the tensor in a nested output; required if there are several.
+        call: The call of the layer in its step, from 0; required if it was called several times.
 
     Returns:
         The maps with their classes, targets and ids.
@@ -78,7 +80,7 @@ def class_activation_map(
         InstrumentError: The layer or its gradient was not recorded, the selection is ambiguous, the sizes do not fit, the
             weights are not those of the recorded step, or the gradient is that of a loss.
     """
-    recorded = Recorded(hook, "output", phase, step, path).preferring_outputs(run)
+    recorded = Recorded(hook, "output", phase, step, path, call).preferring_outputs(run)
     name = _layer(run, recorded, layer)
     features = recorded.read(run, name)
     if features.X.ndim != 4:
@@ -88,7 +90,8 @@ def class_activation_map(
         if classes is not None:
             message = "the recorded gradients are those of one score, which forward.of selects"
             raise InstrumentError(Problem("classes", message, classes, fix="pass classifier=, or leave classes out"))
-        maps, chosen = _of_gradients(run, name, features, Recorded(None, "grad_output", phase, step, path)), None
+        gradients = Recorded(None, "grad_output", phase, step, path, call)
+        maps, chosen = _of_gradients(run, name, features, gradients), None
     else:
         maps, chosen = _of_weights(run, recorded, name, features, classifier, classes)
     return ClassActivation(maps, chosen, features.y, features.ids, name)

@@ -27,6 +27,7 @@ def layer_similarity(
     phase: str | None = None,
     step: int | None = None,
     path: str | None = None,
+    call: int | None = None,
 ) -> pd.DataFrame:
     """Return the linear CKA of each pair of layers (Kornblith et al. 2019, https://arxiv.org/abs/1905.00414).
 
@@ -49,6 +50,7 @@ def layer_similarity(
         phase: Phase of the tensors; required if a layer was recorded in several.
         step: The recorded step; required if the samples occur in several steps.
         path: The path of the tensor in a nested output; required if there are several.
+        call: The call of the layer in its step, from 0; required if it was called several times.
 
     Returns:
         float64: one row per layer of `run`, one column per layer of `other`. NaN for a layer whose features are constant or not
@@ -61,7 +63,7 @@ def layer_similarity(
     Warns:
         InstrumentWarning: Samples that some layers lack are left out.
     """
-    selection = Recorded(hook, role, phase, step, path)
+    selection = Recorded(hook, role, phase, step, path, call)
     of_rows, of_columns = (selection.preferring_outputs(each) for each in (run, other or run))
     rows = of_rows.layers(run, layers)
     columns = rows if other is None and other_layers is None else of_columns.layers(other or run, other_layers)

@@ -16,6 +16,7 @@ from ..integrations.attach import attach
 from ..integrations.attached_probe import AttachedProbe
 from ..integrations.observe import call_model, errors_of_arguments
 from ..plan.shape_inference import without_side_effects
+from ..runtime.lazy_compiler import uncompiled
 from ..tasks.model_output import OutputUnit
 from ..values.nested import iter_tensors, map_tensors
 from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, make_attribution, parts_of
@@ -54,7 +55,8 @@ def attribution_of_model(  # noqa: PLR0917
     with (
         errors_of_arguments(),
         without_side_effects(model, training=False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # enables gradients too
+        uncompiled(),  # in a graph, a hook gets no tensors with a graph
         attach(model, {"attribution": {**hook, "fn": passes.keep}}, rules=None) as passes.probe,
     ):
         number, gradients = passes.run(start)
@@ -115,7 +117,9 @@ class _Passes:
         gradients: Tensors = {}
         if torch.is_grad_enabled():
             if not self.kept or not number.requires_grad:
-                message = "the number does not depend on a floating-point tensor of these layers, or is detached from the graph"
+                message = "no floating-point tensor passed through these layers"
+                if self.kept:
+                    message = "the number does not depend on the tensors of these layers, or is detached from the graph"
                 raise InstrumentError(Problem("layers", message, fix="select other layers, such as an embedding"))
             tensors = {at: self.kept[at] for at in wanted or self.kept}
             found = torch.autograd.grad(number, [*tensors.values()], allow_unused=True, materialize_grads=True)

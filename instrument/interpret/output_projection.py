@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def logit_lens(
     phase: str | None = None,
     step: int | None = None,
     path: str | None = None,
+    call: int | None = None,
 ) -> pd.DataFrame:
     """Apply the output layer of a model to the residual stream of each layer: the logit lens (nostalgebraist 2020).
 
@@ -56,7 +58,7 @@ def logit_lens(
         targets: The targets instead: [N, positions], or [N] for one target per sample. Negative ones are ignored. Default: the next
             tokens; without them, the targets of the samples.
         top: Number of most probable tokens.
-        hook, role, phase, step, path: Select the recorded residual streams; see `layer_similarity`.
+        hook, role, phase, step, path, call: Select the recorded residual streams; see `layer_similarity`.
 
     Returns:
         One row per layer, sample and position, in this order:
@@ -65,12 +67,14 @@ def logit_lens(
         - `top_tokens`, `top_log_probs`: lists of the `top` most probable tokens and of their log-probabilities, descending
         - `target`: the target; null without one
         - `target_log_prob`: its log-probability, in nats
-        - `target_rank`: the number of tokens that are more probable than the target
+        - `target_rank`: the number of tokens that are more probable than the target; null if a logit is NaN
 
     Raises:
         InstrumentError: A layer was not recorded, the selection is ambiguous, the sizes do not fit, or the run has no such weights.
     """
-    recorded = Recorded(hook, role, phase, step, path).preferring_outputs(run)
+    if top < 1:
+        raise InstrumentError(Problem("top", "must be positive", top))
+    recorded = Recorded(hook, role, phase, step, path, call).preferring_outputs(run)
     normalize = _normalization(run, norm)
     project, features = _projection(run, unembed)
     frames = []
@@ -116,7 +120,7 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
         "top_log_probs": log_probs,
         "target": pd.arrays.IntegerArray(targets, targets < 0),
         "target_log_prob": target_log_probs,
-        "target_rank": pd.arrays.IntegerArray(np.array(ranks, np.int64), targets < 0),
+        "target_rank": pd.arrays.IntegerArray(np.array(ranks, np.int64), np.isnan(target_log_probs)),
     }
 
 
@@ -158,9 +162,10 @@ def _recorded_tokens(run: Run, recorded: Recorded, streams: Features, shape: tup
     inputs = run.read("tensors", ["layer", "hook", "path", "role", "dtype", "source_shape"])
     is_integer = inputs["dtype"].str.startswith(("int", "uint")) & (inputs["role"] == "input")
     places = inputs[is_integer][["layer", "hook", "path"]].drop_duplicates().itertuples(index=False, name=None)
-    for layer, hook, path in sorted(places, key=lambda place: place[2] != TOKENS):
+    tried = product(sorted(places, key=lambda place: place[2] != TOKENS), dict.fromkeys((None, recorded.call)))
+    for (layer, hook, path), call in tried:
         try:
-            features = replace(recorded, hook=hook, role="input", path=path).read(run, layer or ".")
+            features = replace(recorded, hook=hook, role="input", path=path, call=call).read(run, layer or ".")
         except InstrumentError:  # for example several calls
             continue
         at = positions_of(features.ids, streams.ids)

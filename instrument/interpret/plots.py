@@ -47,6 +47,7 @@ def class_activation_map(
     phase: str | None = None,
     step: int | None = None,
     path: str | None = None,
+    call: int | None = None,
     **look: Unpack[Look],
 ) -> Figure:
     """Plot class activation maps over the images: one row per sample, with the image and a map per class.
@@ -56,14 +57,15 @@ def class_activation_map(
 
     Args:
         run: A run with recorded feature maps [N, C, H, W]. If the input of the model was recorded too, it is shown.
-        layer, classifier, classes, hook, phase, step, path: See `instrument.interpret.class_activation_map`.
+        layer, classifier, classes, hook, phase, step, path, call: See `instrument.interpret.class_activation_map`.
         samples: The id of a sample, or a list of ids. Default: the first 4.
         look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
     Raises:
         InstrumentError: As for `instrument.interpret.class_activation_map`; a sample was not recorded.
     """
-    maps = compute(run, layer, classifier=classifier, classes=classes, hook=hook, phase=phase, step=step, path=path)
+    where: dict[str, Any] = {"hook": hook, "phase": phase, "step": step, "path": path, "call": call}
+    maps = compute(run, layer, classifier=classifier, classes=classes, **where)
     rows = _rows(maps, samples)
     images = _images(run, maps, Recorded(None, "input", phase, step))
     columns = maps.maps.shape[1] + (images is not None)
@@ -196,11 +198,14 @@ def logit_lens(
     shown = positions[: min(MAX_POSITIONS, max(1, int(room / NARROWEST)))]
 
     def text(token: int) -> str:
-        return (
-            str(token)
-            if tokens is None
-            else draw.token_label(tokens(token) if callable(tokens) else str(tokens[token]))
-        )
+        if tokens is None:
+            return str(token)
+        if not callable(tokens) and token >= len(tokens):
+            message = f"must have the text of each token id of the vocabulary, such as {token}"
+            raise InstrumentError(
+                Problem("tokens", message, f"{len(tokens)} texts", fix="or pass a function of the id")
+            )
+        return draw.token_label(tokens(token) if callable(tokens) else str(tokens[token]))
 
     probabilities = np.full((len(layers), len(shown)), np.nan)
     charts = draw.new_charts(CELL * len(shown) + draw.width_of(layers) + 1.5, max(1.2, ROW * len(layers)) + 1.5)

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import hooks_of
-from ..analysis.features import BATCH, Array, Features, recorded_positions, settings_of
+from ..analysis.features import BATCH, Array, Features, recorded_positions, settings_of, shown
 from ..analysis.load import Run
 from ..analysis.plot_data import Batch, PlottedTensor, forward_order, rank_in, recorded_tensors
 from ..analysis.run_tables import RunTables
@@ -159,6 +159,7 @@ class Recorded:
     phase: str | None = None
     step: int | None = None
     path: str | None = None
+    call: int | None = None
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -194,8 +195,9 @@ class Recorded:
 
         Without given layers, `size` is that of the last dimension in the model. Raise an InstrumentError if a layer has no tensors.
         """
-        if isinstance(layers, str):
-            raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=f"pass [{layers!r}]"))
+        if isinstance(layers, str) or (layers is not None and not len(layers)):
+            fix = f"pass [{layers!r}]" if isinstance(layers, str) else "leave it out for all recorded layers"
+            raise InstrumentError(Problem("layers", "must be a list of names", layers, fix=fix))
         run.check_single()
         rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(_FLOATS)
@@ -236,10 +238,9 @@ class Recorded:
             return run.features(layer, **self.conditions)
         rows = run.tensors(layer=layer, recompute=False, backward=0, **self.conditions)
         for name in ("hook", "phase", "path", "call"):
-            if rows[name].nunique() > 1:
-                values = ", ".join(map(repr, rows[name].unique()))
-                message = f"layer {layer!r} has tensors of several values"
-                raise InstrumentError(Problem(name, message, values, fix=f"pass {name}="))
+            if len(values := sorted(rows[name].unique().tolist())) > 1:
+                message = f"layer {layer!r} has tensors of several {name}s"
+                raise InstrumentError(Problem(name, message, allowed=shown(values), fix=f"pass {name}={values[0]!r}"))
         rows = rows.sort_values(BATCH, kind="stable")
         if len({values.shape[1:] for values in rows["values"]}) > 1:
             raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))

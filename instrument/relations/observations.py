@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ..hooks.clock import Clock, graph_task
 from ..runtime.lazy_compiler import has_compiled
 from ..stats.fingerprint import fingerprint
+from ..stats.flatten import is_wrapped
 from ..values.nested import iter_tensors
 
 MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
@@ -99,7 +100,7 @@ def is_readable(tensor: Tensor) -> bool:
     is_plain = (
         type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     )
-    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_plain and not is_wrapped(tensor)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
 
+import torch
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
@@ -17,6 +19,11 @@ from torch.compiler import is_compiling
 def compiler_imported() -> bool:
     """Return whether the compiler is imported; before that, no code in this process is compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Return a context in which compiled functions and modules run as plain Python."""
+    return torch.compiler.set_stance("force_eager") if compiler_imported() else nullcontext()
 
 
 def has_compiled() -> bool:

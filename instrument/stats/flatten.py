@@ -6,9 +6,12 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
+from ..tables.reasons import WRAPPED
 from ..values.dtensor import local_shard
 from ..values.sparse import coalesce, is_sparse
 
@@ -69,6 +72,8 @@ def order_in_memory(tensor: Tensor) -> list[int]:
 
 def unreadable(tensor: Tensor) -> str | None:
     """Return why the values of a tensor, or of its shard of this process, cannot be read, as a cause for coverage; None if they can."""
+    if is_wrapped(tensor):
+        return WRAPPED
     part = local_shard(tensor, wait=False)
     if is_lazy(part):
         return "the tensor has no values yet: it is a parameter or a buffer of a lazy module that has not run a forward pass"
@@ -83,6 +88,11 @@ def unreadable(tensor: Tensor) -> str | None:
     if not _is_numeric(part.dtype):
         return f"PyTorch cannot convert elements of type {part.dtype} to numbers"
     return None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a transform of `torch.func`, or `is_grads_batched` of autograd, wraps a tensor."""
+    return not _has_storage(tensor) and (is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
 
 
 @cache

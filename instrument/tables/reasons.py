@@ -58,6 +58,7 @@ OLD_NO_INPUT_GRAPH = (
     "its input needs no gradient: it is data, or comes out of frozen layers"  # in runs of earlier versions
 )
 TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors hooks cannot use"
+WRAPPED = "the tensor belongs to a transform of torch.func (vmap, grad, jvp) or to is_grads_batched of autograd: hooks cannot use it"
 NO_FUNCTION = "the module was called, but none of the functions was called in it"
 NO_VISIBLE_FUNCTION = (
     f"{NO_FUNCTION}; if a part of it is compiled by torch.compile (also torch.cond and flex_attention), functions in that part "

@@ -27,13 +27,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "two.npy", DIRECTIONS.numpy())
     np.save(folder / "three.npy", np.arange(3.0))
     np.save(folder / "last.npy", np.eye(12)[11])
-    for name, factor in (("a", 1.0), ("b", 2.0)):
+    scaled = {"a": BATCHES, "b": 2 * BATCHES, "far": BATCHES + 1e6 * DIRECTIONS[0]}
+    scaled |= {"nan": BATCHES.where(BATCHES > 0, torch.nan), "empty": BATCHES[:, :0]}
+    for name, batches in scaled.items():
         kept = {"kept": "0", "other": "1", "again": "1"}
         hooks = {hook: record("forward", layer, tensors=True) for hook, layer in kept.items()}
         model = nn.Sequential(nn.Identity(), nn.Identity())
         with instrument.attach(model, hooks, out=folder / name) as probe:
-            for batch in BATCHES:
-                model(batch * factor)
+            for batch in batches:
+                model(batch)
                 probe.end_step()
     return folder
 
@@ -124,8 +126,9 @@ def test_vectors_of_other_runs_equal_those_by_hand() -> None:
     output, _ = result(SEQUENCE, fn="add", plus="b", minus="a", scale=-2.0)
     assert torch.allclose(output, SEQUENCE - 2 * mean, rtol=0, atol=1e-13)
     components = torch.linalg.svd(observations - mean, full_matrices=False).Vh[:3]
-    output, _ = result(SEQUENCE, fn="project_onto", run="a", components=3)
-    assert torch.allclose(output, SEQUENCE @ components.T @ components, rtol=0, atol=1e-12)
+    for run, atol in (("a", 1e-12), ("far", 1e-8)):  # also with a mean that is far from zero
+        output, _ = result(SEQUENCE, fn="project_onto", run=run, components=3)
+        assert torch.allclose(output, SEQUENCE @ components.T @ components, rtol=0, atol=atol)
     output, _ = result(SEQUENCE, fn="mean_ablate", run="a", layer="1", hook="other")
     assert torch.allclose(output, mean.expand_as(SEQUENCE), rtol=0, atol=1e-14)
 
@@ -147,6 +150,8 @@ PROBLEMS = [
     ({"fn": "add", "vector": "one.npy", "slice": ":, :, 0"}, r"hooks\.h\.fn: add requires a dimension of units"),
     ({"fn": "mean_ablate", "run": "c"}, r"hooks\.h\.run: "),
     ({"fn": "add", "plus": "a", "minus": "c"}, r"hooks\.h\.minus: "),
+    ({"fn": "mean_ablate", "run": "nan"}, r"run: the recorded tensor of layer '0' has values that are not finite"),
+    ({"fn": "project_out", "run": "empty"}, r"hooks\.h\.run: the recorded tensors of layer '0' are empty"),
     ({"fn": "mean_ablate", "run": "a", "hook": "kpet"}, r"hooks\.h\.hook: (.|\n)*similar  kept"),
     (
         {"fn": "mean_ablate", "run": "a", "layer": "7"},

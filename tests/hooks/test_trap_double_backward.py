@@ -16,6 +16,7 @@ from hook_runs import Calls, keep, run_step, scale
 from torch import Tensor, nn
 
 import instrument
+from instrument.tables.reasons import WRAPPED
 
 RECORDS: dict[str, Any] = {
     **record_hooks(GRADIENT_LOCATIONS),
@@ -45,6 +46,39 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def batched_by_autograd(output: Tensor, inputs: list[Tensor], vectors: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(output, inputs, vectors, is_grads_batched=True)
+
+
+def batched_by_vmap(output: Tensor, inputs: list[Tensor], vectors: Tensor) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = torch.func.vmap(lambda vector: torch.autograd.grad(output, inputs, vector))(vectors)
+    return result
+
+
+@pytest.mark.parametrize("action", [{"action": "record"}, {"action": "scale", "factor": 2.0}])
+@pytest.mark.parametrize("batched", [batched_by_autograd, batched_by_vmap])
+def test_gradients_of_several_vectors_at_once_are_reported(batched: Any, action: dict[str, Any]) -> None:
+    """As in `torch.autograd.functional.jacobian(vectorize=True)`: no hook can read these tensors."""
+    model = critic()
+    functions = {"kind": "function_grad", "functions": "*"}
+    kinds = ("full_backward", "full_backward_pre", "tensor", "parameter_grad_micro")
+    hooks = {kind: {"layers": "3", "kind": kind, **action} for kind in kinds}
+    hooks["functions"] = {"layers": "3", **functions, **action}
+
+    def jacobian() -> tuple[Tensor, ...]:
+        x = points()
+        return batched(model(x)[:, 0], [x, *model.parameters()], torch.eye(5))
+
+    expected = jacobian()
+    with pytest.warns(instrument.InstrumentWarning), instrument.attach(model, hooks) as probe:
+        actual = jacobian()
+        probe.end_step()
+    assert all(map(torch.equal, actual, expected))
+    rows = probe.coverage()
+    assert {row["hook"] for row in rows} == {*hooks}
+    assert {(row["fired"], row["expected"], row["cause"]) for row in rows} == {(0, 1, WRAPPED)}
 
 
 def test_rows_of_both_passes_have_distinct_keys() -> None:

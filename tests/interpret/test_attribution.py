@@ -61,7 +61,8 @@ def quadratic(output: Tensor) -> Tensor:
 
 def test_gradient_x_input_of_a_linear_layer_is_its_terms(x: Tensor) -> None:
     layer = nn.Linear(6, 1, bias=False)
-    found = attribute(layer, x, of="[:, :, 0]")
+    with torch.inference_mode():
+        found = attribute(layer, x, of="[:, :, 0]")
     np.testing.assert_allclose(found.values["."], (x * layer.weight[0]).detach().numpy(), rtol=1e-6)
     np.testing.assert_allclose(found.grid.to_numpy()[0], (layer(x)).sum((0, 2)).detach().numpy(), rtol=1e-5)
     assert (found.method, found.of, [*found.grid.columns]) == ("gradient_x_input", "[:, :, 0]", ["0", "1", "2", "3"])
@@ -91,6 +92,14 @@ def test_integrated_gradients_add_up_to_the_change(x: Tensor) -> None:
     with torch.no_grad():
         change = quadratic(smooth(x)).sum() - quadratic(smooth(torch.zeros_like(x))).sum()
     assert found.change == pytest.approx(change.item(), rel=1e-5)
+
+
+def test_compiled_model_has_the_values_of_the_model(x: Tensor) -> None:
+    smooth = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    options: dict[str, Any] = {"of": quadratic, "layers": "*", "exact": True}
+    expected, found = (attribute(each, x, **options) for each in (smooth, torch.compile(smooth, backend="eager")))
+    np.testing.assert_array_equal(found.grid, expected.grid)
+    np.testing.assert_array_equal(found.exact, expected.exact)
 
 
 def test_gradients_are_those_of_the_layer_only(model: nn.Module, x: Tensor) -> None:
@@ -449,7 +458,7 @@ def test_integer_inputs_need_a_layer_and_a_baseline(circuit: CompiledCircuit) ->
         InstrumentError, match="baseline: is required, because the inputs have no floating-point values"
     ):
         attribute(circuit, clean, of="[:, -1, 3]", layers="tokens", method="integrated_gradients")
-    with pytest.raises(InstrumentError, match="layers: the number does not depend"):
+    with pytest.raises(InstrumentError, match="layers: no floating-point tensor passed through"):
         attribute(circuit, clean, of="[:, -1, 3]")
     with pytest.raises(InstrumentError, match=r"(?s)source: must be a model or a run.*given    list"):
         attribute([], clean, of="[:, -1, 3]")
@@ -476,6 +485,20 @@ def test_arguments_that_a_run_does_not_support_are_refused(
 ) -> None:
     with pytest.raises(InstrumentError, match=message):
         attribute(pairs, **options)
+
+
+@pytest.mark.parametrize("units", [[0], [2, 3]])
+def test_gradients_of_another_part_are_refused(model: nn.Module, x: Tensor, units: list[int]) -> None:
+    hooks = {
+        "values": {**RECORD, "layers": "linear", "kind": "forward", "units": [0, 1]},
+        "gradients": {**RECORD, "layers": "linear", "kind": "full_backward_pre", "units": units},
+    }
+    with instrument.attach(model, hooks) as probe:
+        model(x)[:, 2].sum().backward()
+        probe.end_step()
+    allowed = r"(?s)layers: the gradients have another shape or selection.*allowed  \[3, 4, 2\]"
+    with pytest.raises(InstrumentError, match=allowed):
+        attribute(probe.run)
 
 
 def test_attributions_of_several_runs_are_refused(pairs: instrument.Run, tmp_path: Path) -> None:

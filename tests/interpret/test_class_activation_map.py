@@ -109,6 +109,18 @@ def test_grad_cam_is_the_positive_part_of_cam_after_global_pooling(run: instrume
     np.testing.assert_allclose(grad_cam * pixels, np.maximum(cam, 0.0), rtol=1e-5, atol=1e-6)
 
 
+def test_call_of_a_layer_is_selected(model: MnistCNN, images: Tensor) -> None:
+    twice = nn.Sequential(model.encoder[0], nn.Conv2d(3, 1, 1), model.encoder[0])
+    hooks = {name: {**HOOKS[name], "layers": "0"} for name in ("maps", "gradients")}
+    run = record(twice, images, hooks, lambda maps: maps[:, 2].mean())
+    for call, block in enumerate((twice[:1], twice)):
+        classifier = torch.ones(1, 3)
+        found = class_activation_map(run, "0", classifier=classifier, classes=0, call=call)
+        np.testing.assert_allclose(found.maps[:, 0], ascending(block(images).sum(1)), rtol=1e-5, atol=1e-6)
+    assert np.any(class_activation_map(run, "0", call=0).maps)
+    assert len(charts_of(plot(run, "0", call=1))) == len(IDS)
+
+
 def test_maps_are_drawn_over_the_image_of_each_sample(run: instrument.Run, model: MnistCNN, images: Tensor) -> None:
     figure = plot(run, classifier=model.decoder[0].weight, classes=[0, 3], samples=[30, 10])
     charts = charts_of(figure)

@@ -65,6 +65,18 @@ def test_few_samples_with_many_features_use_products_of_samples() -> None:
     assert norm(one, two) ** 2 / (norm(one, one) * norm(two, two)) == pytest.approx(by_hand(x, y), rel=1e-12)
 
 
+def test_call_of_a_layer_is_selected() -> None:
+    tanh, x = nn.Tanh(), torch.randn(9, 4)
+    models = [nn.Sequential(tanh, nn.Linear(4, 3), tanh) for _ in range(2)]
+    runs = [recorded(model, x, torch.arange(9)) for model in models]
+    with pytest.raises(InstrumentError, match=r"(?s)call: .*pass call=0"):
+        layer_similarity(*runs)
+    expected = by_hand(*(model(x).detach().numpy() for model in models))
+    for call, value in enumerate((1.0, expected)):
+        (found,) = layer_similarity(*runs, layers=["0"], other_layers=["0"], call=call).to_numpy().ravel()
+        assert found == pytest.approx(value, rel=1e-5)
+
+
 def test_similarity_ignores_rotation_and_scale() -> None:
     torch.manual_seed(0)
     rotation = torch.linalg.qr(torch.randn(6, 6))[0]

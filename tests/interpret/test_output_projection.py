@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,30 @@ def test_figure_shows_the_most_probable_tokens(model: Model, run: instrument.Run
     assert labels == [*(f"{i}: {each}" for i, each in enumerate(targets)), "3"]
     with pytest.raises(InstrumentError, match=r"(?s)sample: the table has no such sample.*'7'.*10, 20, 30"):
         plot(table, sample=7)
+    with pytest.raises(InstrumentError, match=r"(?s)tokens: must have the text of each token id.*given    1 texts"):
+        plot(table, tokens=["a"])
+
+
+@pytest.mark.parametrize("ids", [None, [20, 10, 30]])
+def test_call_of_a_shared_block_is_selected(model: Model, tokens: Tensor, ids: Any) -> None:
+    shared, equal = copy.deepcopy(model), copy.deepcopy(model)
+    shared.blocks[1] = shared.blocks[0]
+    equal.blocks[1] = copy.deepcopy(equal.blocks[0])
+    run = recorded(shared, tokens, ids, **HOOKS)
+    with pytest.raises(InstrumentError, match=r"(?s)call: .*pass call=0"):
+        logit_lens(run, model.head)
+    for call, layer in enumerate(("blocks.0", "blocks.1")):
+        found = logit_lens(run, model.head, call=call)
+        expected = logit_lens(recorded(equal, tokens, ids, **HOOKS), model.head, layers=[layer])
+        pd.testing.assert_frame_equal(found.drop(columns="layer"), expected.drop(columns="layer"))
+        assert found["target"].notna().sum() == 3 * (LENGTH - 1)
+
+
+def test_targets_have_no_rank_among_logits_that_are_nan(model: Model, run: instrument.Run) -> None:
+    table = logit_lens(run, model.head, norm=lambda hidden: hidden.where(hidden[:, :1] > 0, torch.nan))
+    is_nan = table["target_log_prob"].isna()
+    assert 0 < is_nan[table["target"].notna()].sum() < table["target"].notna().sum()
+    assert (table["target_rank"].isna() == is_nan).all()
 
 
 def test_targets_without_ids_are_those_of_the_batch(model: Model) -> None:
@@ -226,6 +251,8 @@ def test_targets_without_ids_are_those_of_the_batch(model: Model) -> None:
             r"layers: the residual stream must have shape.*blocks\.0 \[3, 4, 5\]",
         ),
         ({"layers": ["block.1"]}, r"layers: no tensors of this layer.*given    block\.1.*similar  blocks\.1"),
+        ({"layers": []}, r"layers: must be a list of names.*leave it out"),
+        ({"top": 0}, r"top: must be positive.*given    0"),
         ({"unembed": torch.zeros(5)}, r"unembed: wrong shape.*\[5\].*\[vocabulary, features\]"),
         ({"unembed": "heads"}, r"unembed: the saved weights have no such name.*heads\.weight.*similar  head\.weight"),
         (
