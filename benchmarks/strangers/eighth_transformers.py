@@ -438,9 +438,9 @@ def recurrent_memory(fault: str = "") -> Tensor:
         return loss_of(pages[5600:], values[5600:])
 
 
-def molecules(count: int, most: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+def molecules(count: int, most: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     """Return the kinds of atoms, of which 0 is padding, int64 [count, most], the distances of atoms up to `FAR`, and a property."""
-    sizes, parents = torch.randint(5, most + 1, (count, 1)), (torch.rand(count, most) * torch.arange(most)).long()
+    sizes, parents = torch.randint(5, 13, (count, 1)), (torch.rand(count, most) * torch.arange(most)).long()
     is_atom = torch.arange(most) < sizes
     kinds = torch.randint(1, 5, (count, most)) * is_atom
     bonds = F.one_hot(parents, most).bool() & ~torch.eye(most, dtype=torch.bool) & is_atom[:, :, None]
