@@ -371,6 +371,17 @@ def test_names_with_markup_are_shown_as_text(small_report: OpenReport) -> None:
     assert MARKUP in small_report.page.inner_text("#model")
 
 
+def test_long_names_leave_room_for_other_columns(small_report: OpenReport) -> None:
+    further = small_report.page.evaluate(
+        "() => { const names = [...document.querySelectorAll('td.mono')], shown = names.map(cell => cell.textContent);"
+        " names.forEach(cell => { cell.textContent = 'name_'.repeat(60); });"
+        " const further = [...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth);"
+        " names.forEach((cell, i) => { cell.textContent = shown[i]; }); return further; }"
+    )
+    assert further
+    assert max(further) == 0
+
+
 def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
     hidden = small_report.page.evaluate(
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
