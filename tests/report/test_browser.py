@@ -511,6 +511,33 @@ def test_points_without_neighbors_have_markers(small_report: OpenReport) -> None
     assert small_report.page.evaluate(line, [1.0, 2.0, None, 2.0, 3.0]) == ["lines", None]
 
 
+HEATMAP = """
+async ([rows, narrow]) => {
+  const [usual, chart] = [isNarrow, document.body.appendChild(document.createElement('div'))];
+  isNarrow = () => narrow;
+  const cells = value => Array.from({length: rows}, () => [value]);
+  const series = {locations: cells(0).map((_, i) => `${i}`), first: [0], last: [0], statistics: {std: cells(1), nan_count: cells(1)}};
+  heatmap(chart, {statistics: {std: {axis: 'std'}}}, series, 'std');
+  await new Promise(requestAnimationFrame);
+  const [legend, bar] = ['.legend', '.infolayer > .colorbar'].map(part => chart.querySelector(part).getBoundingClientRect())
+    .map(({left, top, right, bottom}) => [left, top, right, bottom]);
+  const gap = chart.data[0].ygap;
+  chart.remove();
+  isNarrow = usual;
+  return [gap, legend, bar];
+}
+"""
+
+
+@pytest.mark.parametrize(("rows", "gap", "narrow"), [(5, 1, True), (5, 1, False), (2000, 0, False)])
+def test_heat_maps_have_visible_cells_and_a_free_legend(
+    small_report: OpenReport, rows: int, gap: int, narrow: bool
+) -> None:
+    between, legend, bar = small_report.page.evaluate(HEATMAP, [rows, narrow])
+    assert between == gap  # 2000 rows in 1,500 pixels have no room for gaps
+    assert not overlap(legend, bar)
+
+
 def test_steps_added_to_a_drawn_curve_are_drawn(small_report: OpenReport) -> None:
     draw = (
         "async () => { const chart = document.body.appendChild(document.createElement('div')), curve = {x: [0], y: [1]};"
