@@ -49,6 +49,8 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
             raise ConfigError(Problem(WHERE, "the query is empty", query))
         return connection.execute(query).df()
 
+    if not isinstance(query, str):
+        raise ConfigError(Problem(WHERE, "must be a query as text", repr(query)))
     return _with_tables(run, query, answer)
 
 
