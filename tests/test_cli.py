@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from state_comparison import assert_same_tables
 from tiers import tiered
 
 import instrument
+from instrument.commands.interrupts import handle_interrupts
 from instrument.commands.verbs import ALL
 
 Cli = Callable[..., Any]
@@ -430,6 +432,15 @@ def test_interrupt_before_the_job_ends_with_one_line(
     monkeypatch.setattr("hydra.main", interrupt)
     answer = cli("model=mlp")
     assert (answer.code, answer.err.split()) == (130, ["interrupted"])
+
+
+def test_warnings_of_commands_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", usual := warnings.formatwarning)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    handle_interrupts()
+    assert warnings.formatwarning("text", instrument.InstrumentWarning, "a.py", 1) == "warning text\n"
+    assert warnings.formatwarning("text", UserWarning, "a.py", 1) == usual("text", UserWarning, "a.py", 1)
 
 
 @pytest.mark.spread(1)

@@ -44,7 +44,7 @@ def canonical_json(value: Any) -> str:
 
 def to_yaml(value: Any) -> str:
     """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

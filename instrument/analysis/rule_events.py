@@ -124,11 +124,14 @@ class _JoinedNumber:
 
     def of_rows(self, rows: pa.Table) -> FloatArray:
         """Return the numbers of the tensors of rows of a step, float64 [rows]; NaN for no number."""
-        identities = [*zip(*(rows[each].to_pylist() for each in _IDENTITY), strict=True)]
-        while self._step < identities[0][0]:
-            self._step, found = next(self._steps, (identities[0][0], ()))
+        step = rows["step"][0].as_py()
+        while self._step < step:
+            self._step, found = next(self._steps, (step, ()))
             self._numbers = {row[:-1]: row[-1] for row in found}
-        return np.array([self._numbers.get(each) if each[0] == self._step else None for each in identities], np.float64)
+        if self._step > step or not self._numbers:
+            return np.full(len(rows), np.nan)
+        identities = zip(*(rows[each].to_pylist() for each in _IDENTITY), strict=True)
+        return np.array([self._numbers.get(each) for each in identities], np.float64)
 
 
 def _rows_of(

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..config.schedule import Phase
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, first_line, similar_names
 from ..formatting import shorten
 from ..storage.blocks import Place
 from ..storage.remote_folder import is_address
@@ -63,6 +63,16 @@ def check_table(name: str) -> None:
     """Check that a table exists."""
     if name not in TABLES:
         raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
+
+
+def _check_condition(table: str, condition: ds.Expression | None) -> None:
+    """Check that a condition fits a table. Readers would take its error for that of a damaged file."""
+    if condition is None:
+        return
+    try:
+        ds.dataset(TABLES[table].schema.empty_table()).to_table(filter=condition)
+    except pa.ArrowException as error:
+        raise ValueError(f"condition on table {table!r}: {first_line(error)}") from None
 
 
 def _stored(columns: Sequence[str], custom: Sequence[str], *, has_remainders: bool = False) -> list[str]:
@@ -215,10 +225,11 @@ class RunTables:
             The rows of all runs, without the columns `run`, `seed` and the overrides.
 
         Raises:
-            ValueError: The table, or one of the columns, does not exist.
+            ValueError: The table, or one of the columns, does not exist, or the condition does not fit the table.
             TypeError: `columns` is a single name.
         """
         check_table(table)
+        _check_condition(table, condition)
         custom = self._custom(table, columns)
         parts = [_frame_of(files, table, columns, custom, condition) for files in self.files]
         return pd.concat(parts, ignore_index=True)
@@ -238,9 +249,10 @@ class RunTables:
             Arrow record batches with these columns, run by run.
 
         Raises:
-            ValueError: The table, or one of the columns, does not exist.
+            ValueError: The table, or one of the columns, does not exist, or the condition does not fit the table.
         """
         check_table(table)
+        _check_condition(table, condition)
         custom = self._custom(table, columns)
         for files in self.files:
             for batch in files.scan(table, _stored(columns, custom), condition):
@@ -300,7 +312,7 @@ class RunTables:
             stored = TABLES["tensors"].schema.field(name).type
             try:
                 test = ds.field(name).isin(values := pa.array(allowed).cast(getattr(stored, "value_type", stored)))
-            except pa.ArrowException as error:
+            except (pa.ArrowException, OverflowError) as error:
                 raise ConfigError(Problem(name, f"wrong type: {error}", repr(value))) from None
             if name in ("layer", "hook", "path", *_VOCABULARIES):
                 texts[name] = values.to_pylist()

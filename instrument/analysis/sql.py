@@ -49,6 +49,8 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
             raise ConfigError(Problem(WHERE, "the query is empty", query))
         return connection.execute(query).df()
 
+    if not isinstance(query, str):
+        raise ConfigError(Problem(WHERE, "must be a query as text", repr(query)))
     return _with_tables(run, query, answer)
 
 
@@ -64,9 +66,10 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         columns: list[str] | None, condition: pl.Expr | None, limit: int | None, _batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
         def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
-            rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
-            rows = rows.select(polars.all() if columns is None else columns)
-            return (rows if limit is None else rows.head(limit)).collect()
+            stored = connection.table(table)
+            rows = (stored if limit is None else stored.limit(limit)).pl(lazy=True)  # polars limits before it filters
+            rows = rows.filter(polars.lit(True) if condition is None else condition)
+            return rows.select(polars.all() if columns is None else columns).collect()
 
         names = "*" if columns is None else ", ".join(map(_quoted_name, columns))
         yield _with_tables(run, f"select {names} from {table}", answer)

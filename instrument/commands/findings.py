@@ -3,7 +3,7 @@
 The decisions are those of the run. A run without rules is checked with the default rules. The rows are read again; only the
 events of custom rules are taken from the run, since their code is not run.
 
-Exit codes: 0, no rule fires; 1, the run cannot be read; 2, the arguments are invalid; 4, a rule fires.
+Exit codes: 0, no rule fires; 1, the run, or a file of it, cannot be read, and no rule fires; 2, the arguments are invalid; 4, a rule fires.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def main(args: argparse.Namespace) -> int:
 def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwise: str = "no rule fired") -> int:
     """Print the findings of the rules, what is not trained, and the hooks that did not fire. Return the exit code."""
     others = [*not_trained(run), *not_fired(run)]
+    code = FIRED if fired else int(bool(run.problems))
     if as_json:
         print_json([*fired, *others])
-        return FIRED if fired else 0
+        return code
     for diagnosis in diagnoses(fired):
         _print(diagnosis.lead)
         for finding in diagnosis.consequences:
@@ -52,8 +53,8 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
     for finding in others:
         _print(finding)
     found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
-    print(f"{found} in {run.path}")
-    return FIRED if fired else 0
+    print(f"{found} in {run.path}" + ", of which some files cannot be read" * bool(run.problems))
+    return code
 
 
 def _print(finding: Finding) -> None:

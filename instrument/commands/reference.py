@@ -3,8 +3,8 @@
 `make RUNS... --out FILE` computes it from healthy runs. `show FILE` prints its ranges. `check RUN --reference FILE` passes the rows of
 a run to the rule `reference`.
 
-Exit codes: 0, done, or the run stays within the reference; 2, the arguments are invalid, or the run has nothing in common with the
-reference; 4, the run leaves the reference.
+Exit codes: 0, done, or the run stays within the reference; 1, a file of the run cannot be read; 2, the arguments are invalid, or the
+run has nothing in common with the reference; 4, the run leaves the reference.
 """
 
 from __future__ import annotations

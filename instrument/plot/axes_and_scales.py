@@ -179,6 +179,9 @@ def label_columns(axes: Axes, labels: Sequence[str]) -> None:
 
 def draw_line(axes: Axes, line: pd.Series, label: str, colour: str, dashes: str) -> None:
     """Draw values over steps, with a cross at the last one before the first value that is not finite."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
     values = line.to_numpy(np.float64)
     marker = "." if len(line) <= POINTS else None
     axes.plot(line.index, values, color=colour, linestyle=dashes, marker=marker, label=label)

@@ -238,6 +238,10 @@ def _fit_cells(axes: Axes) -> None:
 
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
+FURTHER_COLUMNS = {
+    "tensors": ("dtype", "source_shape"),
+    "distributions": ("levels", "quantiles", "low", "high", "counts"),
+}
 MAX_RUNS = 6  # maximum number of run names in an error message
 T = TypeVar("T", bound=PlottedTensor)
 
@@ -258,7 +262,7 @@ def check_source(data: Run | pd.DataFrame, table: str) -> None:
     if isinstance(data, Run):
         check_single_run([folder.name for folder in data.folders])
     else:
-        check_columns(data, table, (*REQUIRED_COLUMNS, *(("dtype", "source_shape") if table == "tensors" else ())))
+        check_columns(data, table, (*REQUIRED_COLUMNS, *FURTHER_COLUMNS.get(table, ())))
         check_single_run(list(dict.fromkeys(data["run"])) if "run" in data else [])
 
 

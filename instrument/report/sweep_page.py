@@ -23,7 +23,7 @@ from ..analysis.run_history import history_of
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError
 from ..fields.pip_extras import packages_of
-from ..formatting import format_number
+from ..formatting import format_number, shorten
 from ..plot.compare import is_number, is_rate
 from ..storage.run_search import REPORT_FILE
 from ..tables.statistics import ALL
@@ -77,7 +77,7 @@ def page(
     metrics = [name for name in METRICS if any(row.shown.get(name) is not None for row in rows)]
     states = Counter(row.status for row in rows)
     words = {
-        "title": f"{', '.join(dict.fromkeys(names)) or 'sweep'}: {len(rows)} runs",
+        "title": f"{shorten([*dict.fromkeys(names)], 3) or 'sweep'}: {len(rows)} runs",
         "facts": [
             ("runs", ", ".join(f"{count} {status}" for status, count in states.items())),
             ("overrides that differ", ", ".join(keys) or "none"),

@@ -28,8 +28,8 @@ class NonFinite(LocatedRule[RuleBase], name="non_finite"):
     stage = "non_finite"
     evidence = "abs_max"
     advice = (
-        "Look at the first location in the order of the step: its inputs were finite; see the guide Find a NaN, and lower the "
-        "learning rate if the loss grew before."
+        "Look at the first location in the order of the step, and check that its inputs and the data are finite; see the guide "
+        "Find a NaN, and lower the learning rate if the loss grew before."
     )
     requires = "any tensor with the statistics nan_count and inf_count"
     statistics = ("nan_count", "inf_count")

@@ -116,8 +116,8 @@ def test_values_have_canonical_texts() -> None:
     assert canonical_json(1) == canonical_json(1.0) != canonical_json(True)
     assert canonical_json({"a": [1.0, 2]}) == canonical_json({"a": [1, 2.0]})
     assert canonical_json(2.0**60) != canonical_json(2.0**60 + 2**10)
-    assert [to_yaml(value) for value in (None, 0.1, "mlp", {"kind": "forward", "norm": 0.1})] == [
-        "null", "0.1", "mlp", "{kind: forward, norm: 0.1}",
+    assert [to_yaml(value) for value in (None, 0.1, "größe", {"kind": "forward", "norm": 0.1})] == [
+        "null", "0.1", "größe", "{kind: forward, norm: 0.1}",
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.dataset as ds
 import pytest
 import torch
 from run_folders import write_steps
@@ -165,6 +166,8 @@ COLUMNS = r"its columns are step, .*layer"
         (lambda run: run.read("stats", ["step", "run"]), f"table 'stats' has no column 'run'; {COLUMNS}"),
         (lambda run: [*run.scan("stats", ["step", "leyer"])], f"table 'stats' has no column 'leyer'; {COLUMNS}"),
         (lambda run: [*run.scan("stats", ["step", "run"])], f"table 'stats' has no column 'run'; {COLUMNS}"),
+        (lambda run: run.read("stats", ["step"], ds.field("stp") > 1), "condition on table 'stats': .*stp"),
+        (lambda run: [*run.scan("stats", ["step"], ds.field("step") > "a")], "condition on table 'stats': .*string"),
         *(
             (
                 lambda run, name=name: run.tensors(**{name: "a"}),
@@ -191,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"role": "inputs"}, r"given +inputs\n.*\n +similar +input"),
     ({"path": "0"}, r"path: the run has no such path\n +given +0\n +allowed +''$"),
     ({"step": 0.5}, r"step: wrong type: .*\n +given +0\.5"),
+    ({"step": 2**70}, "step: wrong type"),
     ({"step": [0, "a"]}, r"step: wrong type: .*\n +given +\[0, 'a'\]"),
     ({"layer": {"0": 1}.items()}, "layer: wrong type"),
 ]

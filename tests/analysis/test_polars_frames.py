@@ -98,6 +98,7 @@ def test_filtered_rows_equal_those_of_the_full_frame(
         lambda frame: frame.filter(condition).filter(ODD == 1).select("mean", "run"),
         lambda frame: frame.filter(ODD == 1).filter(condition).select(pl.len()),
         lambda frame: frame.filter(condition).head(3),
+        lambda frame: frame.head(7).filter(condition),
     ]
     queries.append(lambda frame: frame.filter(condition).sort("mean", "run", "step", "layer").head(2))
     for query in queries:

@@ -365,6 +365,7 @@ def test_files_merged_while_listing_are_listed_again(
         ("select '", "unterminated", None),
         ("", "the query is empty", None),
         ("-- nothing", "the query is empty", None),
+        (None, "must be a query as text", None),
         ("select max(layer + 1) from stats", "No function matches", None),
         ("select cast(layer as int) from stats", "Could not convert", None),
         ("select * from own", "does not exist", None),

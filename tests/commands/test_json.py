@@ -46,6 +46,16 @@ def test_findings(folder: Path, call: Call) -> None:
     assert read(call(findings.main, folder / "runs/1", "--json").expect(0)) == []
 
 
+def test_findings_of_damaged_files_are_no_success(call: Call, tmp_path: Path) -> None:
+    with instrument.attach(torch.nn.Linear(2, 1), {}, out=tmp_path / "run") as probe:
+        probe.end_step(loss=1.0)
+    assert read(call(findings.main, tmp_path / "run", "--json").expect(0)) == []
+    (part,) = (tmp_path / "run" / "metrics").glob("*.parquet")
+    part.write_bytes(part.read_bytes()[:50])
+    with pytest.warns(instrument.InstrumentWarning, match="cannot be read"):
+        assert read(call(findings.main, tmp_path / "run", "--json").expect(1)) == []
+
+
 @pytest.mark.slow
 def test_findings_have_the_location_and_the_severity_of_the_run(call: Call, tmp_path: Path) -> None:
     hooks = {"outputs": {"layers": "1", "kind": "forward", "action": "record"}}

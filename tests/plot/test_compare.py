@@ -74,6 +74,7 @@ def test_steps_without_a_metric_are_not_called_not_finite(tmp_path: Path) -> Non
                     probe.log(score=last if step else 1.0)
                 probe.end_step()
     axes = compare(instrument.load(tmp_path), "score").axes[0]
+    assert all(tick == round(tick) for tick in axes.get_xticks())  # four steps, and none between them
     assert [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "x"] == [[[0.0, 1.0]]]
     drawn = [line.get_xydata() for line in axes.lines if line.get_marker() != "x"]
     np.testing.assert_array_equal(drawn, [[[0, 1], [2, 5]], [[0, 1], [2, math.nan]]])

@@ -123,4 +123,8 @@ def test_missing_histograms_are_an_error_with_options(run: instrument.Run) -> No
         histogram_over_time(run, "encoder")
     with pytest.raises(InstrumentError, match="the distributions table has no rows"):
         histogram_over_time(run.distributions.iloc[:0], "0")
+    with pytest.raises(
+        InstrumentError, match="missing from the distributions table: levels, quantiles, low, high, counts"
+    ):
+        histogram_over_time(run.stats, "0")
     assert histogram_over_time(run, ".").axes[0].get_title() == ". (acts: forward output)"

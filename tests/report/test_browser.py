@@ -371,6 +371,17 @@ def test_names_with_markup_are_shown_as_text(small_report: OpenReport) -> None:
     assert MARKUP in small_report.page.inner_text("#model")
 
 
+def test_long_names_leave_room_for_other_columns(small_report: OpenReport) -> None:
+    further = small_report.page.evaluate(
+        "() => { const names = [...document.querySelectorAll('td.mono')], shown = names.map(cell => cell.textContent);"
+        " names.forEach(cell => { cell.textContent = 'name_'.repeat(60); });"
+        " const further = [...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth);"
+        " names.forEach((cell, i) => { cell.textContent = shown[i]; }); return further; }"
+    )
+    assert further
+    assert max(further) == 0
+
+
 def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
     hidden = small_report.page.evaluate(
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
@@ -498,6 +509,33 @@ def test_points_without_neighbors_have_markers(small_report: OpenReport) -> None
     line = "y => { const {mode, marker} = stepLine([0, 1, 2, 3, 4], y, 'loss'); return [mode, marker?.size]; }"
     assert small_report.page.evaluate(line, [1.0, None, None, 2.0, 3.0]) == ["lines+markers", [7, 0, 0, 0, 0]]
     assert small_report.page.evaluate(line, [1.0, 2.0, None, 2.0, 3.0]) == ["lines", None]
+
+
+HEATMAP = """
+async ([rows, narrow]) => {
+  const [usual, chart] = [isNarrow, document.body.appendChild(document.createElement('div'))];
+  isNarrow = () => narrow;
+  const cells = value => Array.from({length: rows}, () => [value]);
+  const series = {locations: cells(0).map((_, i) => `${i}`), first: [0], last: [0], statistics: {std: cells(1), nan_count: cells(1)}};
+  heatmap(chart, {statistics: {std: {axis: 'std'}}}, series, 'std');
+  await new Promise(requestAnimationFrame);
+  const [legend, bar] = ['.legend', '.infolayer > .colorbar'].map(part => chart.querySelector(part).getBoundingClientRect())
+    .map(({left, top, right, bottom}) => [left, top, right, bottom]);
+  const gap = chart.data[0].ygap;
+  chart.remove();
+  isNarrow = usual;
+  return [gap, legend, bar];
+}
+"""
+
+
+@pytest.mark.parametrize(("rows", "gap", "narrow"), [(5, 1, True), (5, 1, False), (2000, 0, False)])
+def test_heat_maps_have_visible_cells_and_a_free_legend(
+    small_report: OpenReport, rows: int, gap: int, narrow: bool
+) -> None:
+    between, legend, bar = small_report.page.evaluate(HEATMAP, [rows, narrow])
+    assert between == gap  # 2000 rows in 1,500 pixels have no room for gaps
+    assert not overlap(legend, bar)
 
 
 def test_steps_added_to_a_drawn_curve_are_drawn(small_report: OpenReport) -> None:

@@ -158,8 +158,10 @@ def test_damaged_file_of_a_job_is_reported_on_the_sweep_page(tmp_path: Path) -> 
 def test_list_of_failed_runs_is_shortened(tmp_path: Path) -> None:
     train(tmp_path / "0", deep(2), {"h": ACTS}, steps=1)
     for number in range(1, 12):
-        write_run(tmp_path / str(number), status="failed", used={"error": f"HookError: number {number}"})
+        used = {"error": f"HookError: number {number}", "name": f"failed_{number}"}
+        write_run(tmp_path / str(number), status="failed", used=used)
     page = make(tmp_path).html
+    assert "0, failed_1, failed_2, ... (12 in all): 12 runs" in page
     head = page[: page.index("<nav")]
     assert head.count('<li class="error">') == 9
     assert "3 more runs did not finish" in head

@@ -51,14 +51,18 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   const values = series.statistics[statistic];
   const scale = scaleOf(values, choice, choice === "log" ? null : report.statistics[statistic].bounds);
   const height = heightOf(series.locations);
-  const [bar, standoff] = isNarrow() ? [70, 30] : [0, 8]; // with a color bar above the cells, Plotly takes labels of steps for empty
   const labels = stepLabels(series);
+  const crosses = notFinite(series, labels);
+  // With a color bar above the cells, Plotly takes labels of steps for empty, and draws the legend over the bar.
+  const [bar, standoff] = isNarrow() ? [70 + 24 * crosses.length, 30] : [0, 8];
+  const legend = { ...layout().legend, ...(isNarrow() ? { yref: "container", y: 1, yanchor: "top" } : {}) };
   const cells = colouredCells(values, scale, report.statistics[statistic].axis + (scale.log ? " [logarithmic]" : ""), {
-    x: labels, y: series.locations.map(plain), xgap: labels.length > 80 ? 0 : 1, ygap: 1,
+    x: labels, y: series.locations.map(plain), xgap: labels.length > 80 ? 0 : 1, ygap: series.locations.length * 4 > height ? 0 : 1,
     hovertemplate: `%{y}<br>step %{x}<br>${statistic} %{customdata:.5g}<extra></extra>`,
   });
-  plot(id, [cells, ...notFinite(series, labels)], {
+  plot(id, [cells, ...crosses], {
     height: height + bar,
+    legend,
     margin: { l: 10, r: 10, t: 6 + bar, b: 46 },
     xaxis: { type: "category", automargin: false, title: { text: stepTitle(series), standoff }, ...stepTicks(series), tickangle: 0, showgrid: false },
     yaxis: locationsAxis(series.locations, height),
