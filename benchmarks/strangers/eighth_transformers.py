@@ -550,7 +550,12 @@ def separated_tones(fault: str = "") -> Tensor:
         return errors.mean(1).amin() if is_for_batch else errors.amin(0).mean()
 
     source = islice(batches(signals[:2600], sources[:2600], size=12), 280)
-    fit(model, optimizer, (loss_of(*batch, bool(fault)) for batch in source), schedules)
+    fit(
+        model,
+        optimizer,
+        (loss_of(*batch, fault == "one_order_of_sources_for_the_batch") for batch in source),
+        schedules,
+    )
     with torch.no_grad():
         return loss_of(signals[2600:], sources[2600:], False)
 
