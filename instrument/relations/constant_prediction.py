@@ -24,11 +24,12 @@ class ConstantPrediction(Relation):
 
     sources = ("losses",)
 
+    _first_targets: tuple[float, float] | None = None  # their mean and variance
+
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._counts = torch.zeros(0)  # targets by class
         self._is_new = True
-        self._first_targets: tuple[float, float] | None = None  # their mean and variance
 
     def attach(self) -> None:
         self._is_new = all(parameter.grad is None for parameter in self.training.model.parameters())
@@ -48,17 +49,11 @@ class ConstantPrediction(Relation):
 
     def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:
         """Report targets that move: they are computed by a network that is trained, as those of Q-learning."""
-        for call in pairs:
-            if not is_readable(call.targets) or call.targets.numel() < MIN_PAIRS:
-                continue
-            targets = call.targets.detach().float()
-            self._first_targets = self._first_targets or (float(targets.mean()), float(targets.var()))
-            mean, variance = self._first_targets
-            spread = float((targets - mean).square().mean())
-            if spread > MOVED * variance > 0:
-                yield Checked(
-                    None, spread / variance, f"the targets move: their spread grew from {variance:.3g} to {spread:.3g}"
-                )
+        for targets in [call.targets.detach().float() for call in pairs if is_readable(call.targets)]:
+            mean, variance = self._first_targets = self._first_targets or (float(targets.mean()), float(targets.var()))
+            ratio = float((targets - mean).square().mean()) / variance if variance else 0.0
+            if targets.numel() >= MIN_PAIRS and ratio > MOVED:
+                yield Checked(None, ratio, f"the targets move: their spread is {ratio:.3g} times the first one")
 
     def _check_classes(self, calls: Sequence[LossCall], classes: int) -> Iterator[Checked]:
         loss, uniform = _mean([call.result for call in calls]), math.log(classes)

@@ -163,9 +163,7 @@ _NAMES = {
     "ctc_loss": torch,
 }
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
-_BROADCASTING = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-_FEWEST = {"ctc_loss": 5, "cosine_embedding_loss": 3}  # arguments that are read; of others 2
-UNCOUNTED = -(2**62)
+UNCOUNTED = -(2**30)  # no class
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
 TOLERANCE = 0.05  # of the sum of the probabilities of a sample
 _UNCHANGED = frozenset([
@@ -275,12 +273,11 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
     if name.startswith("binary"):
         return BinaryLossCall(name.endswith("logits"), _operation(args[0]), args[1])
     if name not in ("cross_entropy_loss", "nll_loss_nd"):
-        if len(args) < _FEWEST.get(name, 2):
+        last = {"ctc_loss": 4, "cosine_embedding_loss": 2}.get(name, 1)  # the last argument that is read
+        if len(args) <= last:
             return None
-        broadcasts = name in _BROADCASTING and result.ndim == 0 and _is_outer(*args[:2])
-        targets = (
-            _ctc_targets(args[1], *args[3:5]) if name == "ctc_loss" else args[1 + (name == "cosine_embedding_loss")]
-        )
+        broadcasts = result.ndim == 0 and _is_outer(*args[:2])
+        targets = _ctc_targets(args[1], *args[3:5]) if name == "ctc_loss" else args[last]
         return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), targets, result)
     if len(args) < 5 or args[1].dtype != torch.int64 or not is_readable(args[1]):
         return None
@@ -302,10 +299,8 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
 
 
 def _ctc_targets(targets: Tensor, lengths: Any, blank: int) -> Tensor:
-    if targets.ndim != 2:  # those of all samples in a row
-        return targets - blank
-    counted = torch.arange(targets.shape[1]) < torch.as_tensor(lengths, device="cpu").view(-1, 1)
-    return torch.where(counted.to(targets.device), targets - blank, UNCOUNTED)
+    counted = torch.arange(targets.shape[-1]) < torch.as_tensor(lengths, device="cpu").view(-1, 1)
+    return torch.where(counted.to(targets.device), targets - blank, UNCOUNTED) if targets.ndim == 2 else targets - blank
 
 
 def _is_outer(predictions: Tensor, targets: Tensor) -> bool:

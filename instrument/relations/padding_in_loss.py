@@ -38,9 +38,8 @@ class PaddingInLoss(Relation):
                 yield Checked(
                     True, int(predicted.sum()), f"{int(predicted.sum())} targets at padded positions do not count"
                 )
-        for pair in self.training.pair_losses:
-            targets = pair.targets.cpu() if pair.name == "ctc_loss" and pair.targets.ndim == 2 else None
-            if targets is not None and repeated_end(targets) not in (None, UNCOUNTED):
+        for targets in [each.targets.cpu() for each in self.training.pair_losses if each.name == "ctc_loss"]:
+            if targets.ndim == 2 and repeated_end(targets) not in (None, UNCOUNTED):
                 yield Checked(False, len(targets), "ctc_loss counts the class that fills up the targets of samples")
 
     def _padding(self, of: TokenTargets) -> Tensor | None:
@@ -54,8 +53,7 @@ class PaddingInLoss(Relation):
         else:
             pad = getattr(getattr(self.training.model, "config", None), "pad_token_id", None)
             if not isinstance(pad, int):
-                pad = repeated_end(of.tokens)
-                smallest = MIN_FRACTION
+                pad, smallest = repeated_end(of.tokens), MIN_FRACTION
             if pad is None:
                 return None
             padded = of.tokens == pad

@@ -13,9 +13,8 @@ class ExplodingGradient(GrowthRule[GrowthFields], name="exploding_gradient"):
 
     A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
     `factor: 100`. The norm itself is not a reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
-    Pascanu et al. refer to the norm of all gradients. A gradient whose norm stays below the largest of such medians, of gradients of
-    its kind, hardly changes it, and does not count: its layer begins to learn, or it is zero except for rounding, such as that of a
-    bias before a batch normalization.
+    A gradient that stays below the largest of such medians hardly changes the norm of all, and does not count: its layer begins to learn,
+    or it is zero except for rounding, such as that of a bias before a batch normalization.
     """
 
     what = "exploding gradient"
@@ -31,13 +30,6 @@ class ExplodingGradient(GrowthRule[GrowthFields], name="exploding_gradient"):
         exceeded = super()._exceeded(slots, values)
         if not exceeded:
             return exceeded
-        locations, known = list(self._slots), slots[self._count[slots] > 0]
-        largest: dict[str, float] = {}  # by role
-        for slot, median in zip(known, np.nanmedian(self._values[known], axis=1), strict=True):
-            role = locations[slot].role
-            largest[role] = max(largest.get(role, 0.0), float(median))
-        return {
-            at: (median, bound)
-            for at, (median, bound) in exceeded.items()
-            if values[at] > largest[locations[slots[at]].role]
-        }
+        known, locations = slots[self._count[slots] > 0], list(self._slots)
+        medians, roles = np.nanmedian(self._values[known], axis=1), np.array([locations[slot].role for slot in known])
+        return {at: of for at, of in exceeded.items() if values[at] > medians[roles == locations[slots[at]].role].max()}

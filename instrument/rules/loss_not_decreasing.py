@@ -25,10 +25,9 @@ class LossNotDecreasingRule(RuleBase):
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small learning
     rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window. A loss that
     becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Losses after a
-    rollout, whose data follow the policy, do not count either, nor do those of targets whose mean squared distance from their first
-    mean quadruples: a network that is trained computes them (Mnih et al. 2015, https://doi.org/10.1038/nature14236). The rule does not
-    fire for a loss that rises and falls, such as that of a generator: the means of the quarters of the window have to be equal within
-    5%, or never fall from one quarter to the next.
+    rollout, whose data follow the policy, do not count, nor do those of targets that move, as in Q-learning: their mean squared distance
+    from their first mean quadruples. Nor does a loss that rises and falls, such as that of a generator: the means of the quarters of the
+    window have to be equal within 5%, or never fall from one quarter to the next.
 
     It also fires if the loss decreases to that of a constant prediction, and stays there: the last quarter is not lower than the
     one before, nor lower than the entropy of the classes, or the variance of the targets. Targets that do not belong to their

@@ -173,9 +173,8 @@ class PaddingInLoss(RelationRule, name="padding_in_loss"):
     """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
 
     Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`, or a token that most
-    samples end with, in runs of different lengths, which are a fifth of the tokens without the first ones. It is expected at the end or
-    the start of a sample. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets out in
-    another way. `ctc_loss` is reported if all its samples have as many targets, and most end with repetitions of the same one.
+    samples end with, in runs of different lengths, and a fifth of all. It is expected at the end or the start of a sample, or of targets of
+    `ctc_loss`. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets out otherwise.
     """
 
     what = "padding counts in the loss"
@@ -289,10 +288,9 @@ class WrongRangeOfLoss(RelationRule, name="wrong_range_of_loss"):
     logarithms of probabilities; and `mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` with more than 5% of the targets outside of
     the range of the output. The last activation function follows from the loss (Goodfellow et al. 2016, Deep Learning, section 6.2.2).
 
-    Contradictions of the documentation of a loss are also reported: `binary_cross_entropy` of a softmax, with several targets of 1 in a
-    sample; `kl_div` or `ctc_loss` of probabilities or of the output of a layer, instead of logarithms of probabilities; `ctc_loss` with
-    its blank among the targets; and `cosine_embedding_loss`, `hinge_embedding_loss` or `soft_margin_loss` with targets such as 0 instead
-    of -1, whose loss is constant.
+    Reported are also targets that the documentation excludes: several of 1 in a sample of a softmax for `binary_cross_entropy`, the blank
+    of `ctc_loss`, and 0 instead of -1 for `cosine_embedding_loss`, `hinge_embedding_loss` or `soft_margin_loss`; and `kl_div` or `ctc_loss`
+    of probabilities or of the output of a layer, instead of logarithms of probabilities.
     """
 
     what = "range of the output does not fit the loss"

@@ -331,6 +331,16 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "infinities may be a mask": ("all_zero", values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9), 1),
     "other hook": ({"rule": "dead_units", "hook": "other"}, values(OUTPUT, "dead_fraction", [0.9] * 9), 0),
     "several hooks": ({"rule": "dead_units", "hook": ["other", "seen"]}, values(OUTPUT, "dead_fraction", [0.9] * 9), 1),
+    "units of a network that learns": (
+        "dead_units",
+        values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.1),
+        0,
+    ),
+    "units of a network that has not learned": (
+        "dead_units",
+        values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.2),
+        1,
+    ),
     "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
     "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
     "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),
@@ -492,8 +502,8 @@ def test_vanishing_gradient_without_a_loss_is_relative_to_other_layers() -> None
     ("rule", "about", "statistic"), [("vanishing_gradient", GRADIENT, "rms"), ("tensor_variance", CONV, "std")]
 )
 def test_weights_that_start_at_zero_are_not_reported(rule: str, about: dict[str, str], statistic: str) -> None:
-    growing = [0.0, 0.0, *(2e-8 * step for step in range(1, 9))]
-    assert fired(rule, values(about, statistic, growing, loss=2.3)) == []
+    for growing in ([0.0, 0.0, *(2e-8 * step for step in range(1, 9))], [1e-9 * 3**step for step in range(9)]):
+        assert fired(rule, values(about, statistic, growing, loss=2.3)) == []
     for constant in ([0.0] * 5, [0.0, 1e-8, *[0.0] * 5], [1e-3, 0.0, *[1e-8] * 5]):
         assert len(fired(rule, values(about, statistic, constant, loss=2.3))) == 1
 
