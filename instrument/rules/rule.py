@@ -347,17 +347,17 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
 
 
 class BoundsFromZeroRule(BoundsRule[PersistentT]):
-    """A `BoundsRule` that does not count small values above twice the first one at their location.
+    """A `BoundsRule` that does not count small values at a location whose first value is 0, unless they are 0 too.
 
     Weights that start at zero, as in LoRA, ControlNet, DiT and many residual networks, make outputs and gradients zero in the
-    first step. They are tiny until these weights have grown. So are the gradients of queries and keys that start near zero.
+    first step. They are tiny until these weights have grown.
     """
 
     saved = (*BoundsRule.saved, "first")
 
     def __init__(self, spec: PersistentT) -> None:
         super().__init__(spec)
-        self._first = np.zeros(0)  # the first value; NaN before it
+        self._first = np.zeros(0)  # whether the first value is above 0; NaN before it
 
     def grow(self, count: int) -> None:
         super().grow(count)
@@ -368,8 +368,8 @@ class BoundsFromZeroRule(BoundsRule[PersistentT]):
         return super().check(rows, chosen)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        values, below = self.values(rows, chosen), np.nan if self.below is None else self.below
-        is_growing: BoolArray = (values > 2 * self._first[chosen.slots]) & (values < below)
+        values, from_zero = self.values(rows, chosen), self._first[chosen.slots] == 0
+        is_growing: BoolArray = from_zero & (values > 0) & (values < (np.nan if self.below is None else self.below))
         return super().holds(rows, chosen) & ~is_growing
 
     def remember(self, steps: QuietSteps) -> None:
@@ -381,7 +381,7 @@ class BoundsFromZeroRule(BoundsRule[PersistentT]):
 
     def _note_first(self, values: FloatArray, chosen: Chosen) -> None:
         first = self._first[chosen.slots]
-        self._first[chosen.slots] = np.where(np.isnan(first), values, first)
+        self._first[chosen.slots] = np.where(np.isnan(first), np.sign(values), first)
 
 
 def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.ndarray[Any, Any]:

@@ -19,8 +19,8 @@ class TensorVarianceRule(RangeRule):
     """The variance of the output of a layer with weights is tiny or huge.
 
     The further items of an output do not count: the attention weights of one key are all 1. SageMaker Debugger
-    (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave. A tiny variance above
-    twice the first one does not count: the weights, such as `lora_B`, started near zero and have not grown yet.
+    (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave. A tiny variance after a first one of
+    exactly 0 does not count: the weights, such as `lora_B`, started at zero and have not grown yet.
     """
 
     below: NonNegative = Field(1e-9, description="The variance is below this number.")

@@ -21,8 +21,8 @@ class VanishingGradientRule(PersistentRule):
     The threshold is that of SageMaker Debugger (VanishingGradient) for a loss of 1. A gradient is proportional to the scale of the loss,
     hence the comparison with the first loss. Without a loss, or after a rollout, it is compared with the largest gradient of the step: the
     loss may include that of a critic. A training that has converged has small gradients too, hence the condition on the loss. Frozen layers
-    do not count. A first step at a learning rate of 0 does not count, and neither do small gradients above twice the first one, such
-    as after one of exactly 0: the weights behind it, such as `lora_B`, start near zero and have not grown yet.
+    do not count. A first step at a learning rate of 0 does not count, and neither do small gradients after a first one of exactly 0: the
+    weights behind it, such as `lora_B`, start at zero and have not grown yet.
     """
 
     below: NonNegative = Field(

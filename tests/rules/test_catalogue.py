@@ -502,8 +502,8 @@ def test_vanishing_gradient_without_a_loss_is_relative_to_other_layers() -> None
     ("rule", "about", "statistic"), [("vanishing_gradient", GRADIENT, "rms"), ("tensor_variance", CONV, "std")]
 )
 def test_weights_that_start_at_zero_are_not_reported(rule: str, about: dict[str, str], statistic: str) -> None:
-    for growing in ([0.0, 0.0, *(2e-8 * step for step in range(1, 9))], [1e-9 * 3**step for step in range(9)]):
-        assert fired(rule, values(about, statistic, growing, loss=2.3)) == []
+    growing = [0.0, 0.0, *(2e-8 * step for step in range(1, 9))]
+    assert fired(rule, values(about, statistic, growing, loss=2.3)) == []
     for constant in ([0.0] * 5, [0.0, 1e-8, *[0.0] * 5], [1e-3, 0.0, *[1e-8] * 5]):
         assert len(fired(rule, values(about, statistic, constant, loss=2.3))) == 1
 
