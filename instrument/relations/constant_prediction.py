@@ -1,4 +1,4 @@
-"""Relation: the first loss is not far above that of a uniform prediction. Also the loss of the best constant prediction."""
+"""Relation: the first loss is not far above that of a uniform prediction. Also the loss of a constant prediction, and moving targets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
 MIN_TARGETS, PER_CLASS, MIN_PAIRS = 200, 16, 16
+MOVED = 4.0  # how many times the mean squared distance of the targets from their first mean has to grow
 _SCALED = ("Mul", "Div", "Where")
 MIN_ENTROPY = 0.5  # of that of equally frequent classes; the loss of rare classes is small from the start
 
@@ -22,6 +23,8 @@ class ConstantPrediction(Relation):
     """Reads the targets of means of cross-entropy without weights, and of `mse_loss`, in checked steps."""
 
     sources = ("losses",)
+
+    _first_targets: tuple[float, float] | None = None  # their mean and variance
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -36,12 +39,21 @@ class ConstantPrediction(Relation):
         if len(classes) == 1 and all(call.is_mean and call.weight is None for call in self.training.losses):
             yield from self._check_classes(self.training.losses, *classes)
         pairs = self.training.pair_losses
+        yield from self._check_targets(pairs[:1])
         if pairs and not self.training.losses and all(_is_comparable(call) for call in pairs):
             loss = _mean([call.result for call in pairs])
             variance = _mean([call.targets.detach().float().var(0).mean() for call in pairs])
             if variance > 0 and loss > 0:
                 text = f"the variance of the targets is {variance:.4g}"
                 yield Checked(True, variance / loss, text, path="mse_loss")
+
+    def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:
+        """Report targets that move: they are computed by a network that is trained, as those of Q-learning."""
+        for targets in [call.targets.detach().float() for call in pairs if is_readable(call.targets)]:
+            mean, variance = self._first_targets = self._first_targets or (float(targets.mean()), float(targets.var()))
+            ratio = float((targets - mean).square().mean()) / variance if variance else 0.0
+            if targets.numel() >= MIN_PAIRS and ratio > MOVED:
+                yield Checked(None, ratio, f"the targets move: their spread is {ratio:.3g} times the first one")
 
     def _check_classes(self, calls: Sequence[LossCall], classes: int) -> Iterator[Checked]:
         loss, uniform = _mean([call.result for call in calls]), math.log(classes)

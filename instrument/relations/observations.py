@@ -157,8 +157,14 @@ _NAMES = {
     "l1_loss": torch._C._nn,
     "smooth_l1_loss": torch._C._nn,
     "huber_loss": torch._C._nn,
+    "soft_margin_loss": torch._C._nn,
+    "hinge_embedding_loss": torch,
+    "cosine_embedding_loss": torch,
+    "kl_div": torch,
+    "ctc_loss": torch,
 }
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
+UNCOUNTED = -(2**30)  # no class
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
 TOLERANCE = 0.05  # of the sum of the probabilities of a sample
 _UNCHANGED = frozenset([
@@ -172,22 +178,24 @@ class BinaryLossCall(NamedTuple):
     Attributes:
         of_logits: Whether the loss applies a sigmoid to its input.
         operation: The operation that computes the input, such as `Sigmoid`, before views, casts and clamps; empty if it is unknown.
+        targets: The targets. They are not copied.
     """
 
     of_logits: bool
     operation: str
+    targets: Tensor
 
 
 class PairLossCall(NamedTuple):
-    """A call of a loss of pairs of a prediction and a target, such as `mse_loss`.
+    """A call of a loss of pairs of a prediction and a target, such as `mse_loss`, or of another one in `_NAMES`.
 
     Attributes:
         name: The name of the function.
-        shape: The shape of the pairs.
+        shape: The shape of the first input.
         broadcasts: Whether each of several predictions [samples, 1] is paired with each of as many targets [samples], or vice versa,
             and the result is one number.
         operation: The operation that computes the predictions, as in `BinaryLossCall`.
-        targets: The targets. They are not copied.
+        targets: The targets. They are not copied. Those of `ctc_loss` are minus its blank, and `UNCOUNTED` after the end of a sample.
         result: The loss.
     """
 
@@ -264,10 +272,14 @@ def _observed_loss(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
     if name.startswith("binary"):
-        return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
-    if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+        return BinaryLossCall(name.endswith("logits"), _operation(args[0]), args[1])
+    if name not in ("cross_entropy_loss", "nll_loss_nd"):
+        last = {"ctc_loss": 4, "cosine_embedding_loss": 2}.get(name, 1)  # the last argument that is read
+        if len(args) <= last:
+            return None
         broadcasts = result.ndim == 0 and _is_outer(*args[:2])
-        return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), args[1], result)
+        targets = _ctc_targets(args[1], *args[3:5]) if name == "ctc_loss" else args[last]
+        return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), targets, result)
     if len(args) < 5 or args[1].dtype != torch.int64 or not is_readable(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
@@ -285,6 +297,11 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
         logits,
         name == "nll_loss_nd",
     )
+
+
+def _ctc_targets(targets: Tensor, lengths: Any, blank: int) -> Tensor:
+    counted = torch.arange(targets.shape[-1]) < torch.as_tensor(lengths, device="cpu").view(-1, 1)
+    return torch.where(counted.to(targets.device), targets - blank, UNCOUNTED) if targets.ndim == 2 else targets - blank
 
 
 def _is_outer(predictions: Tensor, targets: Tensor) -> bool:

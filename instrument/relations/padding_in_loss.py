@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .observations import UNCOUNTED
 from .relation import RELATIONS, Checked, Relation
 from .token_targets import TokenTargets, token_targets
 
 MIN_SAMPLES, MIN_REPEATED, MIN_LENGTHS = 4, 2, 3
+MIN_FRACTION = 0.2  # of the tokens; a program may repeat the end of its short texts on purpose
 
 
 @RELATIONS.register("padding_in_loss")
@@ -36,10 +38,13 @@ class PaddingInLoss(Relation):
                 yield Checked(
                     True, int(predicted.sum()), f"{int(predicted.sum())} targets at padded positions do not count"
                 )
+        for targets in [each.targets.cpu() for each in self.training.pair_losses if each.name == "ctc_loss"]:
+            if targets.ndim == 2 and repeated_end(targets) not in (None, UNCOUNTED):
+                yield Checked(False, len(targets), "ctc_loss counts the class that fills up the targets of samples")
 
     def _padding(self, of: TokenTargets) -> Tensor | None:
         """Return which tokens are padding, without the first one after a text, bool [samples, positions]."""
-        mask = of.call.tensors.get("attention_mask")
+        mask, smallest = of.call.tensors.get("attention_mask"), 0.0
         if mask is not None:
             mask = mask.detach().cpu()
             if mask.ndim != 2 or of.is_time_first or mask.shape != of.tokens.shape:
@@ -48,7 +53,7 @@ class PaddingInLoss(Relation):
         else:
             pad = getattr(getattr(self.training.model, "config", None), "pad_token_id", None)
             if not isinstance(pad, int):
-                pad = repeated_end(of.tokens)
+                pad, smallest = repeated_end(of.tokens), MIN_FRACTION
             if pad is None:
                 return None
             padded = of.tokens == pad
@@ -61,7 +66,8 @@ class PaddingInLoss(Relation):
             return None
         after = torch.zeros_like(at_end)
         after[:, 1:] = at_end[:, :-1] & at_end[:, 1:]  # without the first one
-        return after | (at_start & ~at_end if mask is not None else torch.zeros_like(after))
+        after |= at_start & ~at_end if mask is not None else torch.zeros_like(after)
+        return after if after.float().mean() >= smallest else None
 
 
 def repeated_end(tokens: Tensor) -> int | None:

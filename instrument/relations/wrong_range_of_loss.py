@@ -18,6 +18,7 @@ _RANGES = {
     "Sigmoid": ("sigmoid, from 0 to 1", 0.0, 1.0),
     "Softmax": ("softmax, from 0 to 1", 0.0, 1.0),
 }
+_OF_NUMBERS = ("Addmm", "Mm", "Convolution", *_RANGES)  # operations whose results are no logarithms of probabilities
 _OF_LOGITS = ("Tanh", "Relu")  # the others are those of `double_softmax`
 MIN_TARGETS = 16
 LARGEST = 0.05  # the largest fraction of targets outside of the range, and of their mean squared distance to it in their variance
@@ -44,7 +45,10 @@ class WrongRangeOfLoss(Relation):
     def _inputs(self) -> Iterator[tuple[str, bool, str]]:
         """Yield for each loss the operation that computes its input, whether the range is wrong, and what it expects."""
         for binary in self.training.binary_losses:
-            if binary.operation and not binary.of_logits:
+            if binary.operation == "Softmax" and not binary.of_logits:
+                has_several = binary.targets.ndim == 2 and bool(((binary.targets > 0.5).sum(1) > 1).any())
+                yield binary.operation, has_several, "binary cross-entropy has samples with several targets of 1"
+            elif binary.operation and not binary.of_logits:
                 is_wrong = binary.operation in ("Tanh", "Relu", "Softplus")
                 yield binary.operation, is_wrong, "binary cross-entropy expects probabilities"
             elif binary.operation in _OF_LOGITS:
@@ -56,7 +60,15 @@ class WrongRangeOfLoss(Relation):
                 text = f"nll_loss expects logarithms of probabilities, and gets {call.logits[0].tolist()[:4]}, ..."
                 yield "", not call.has_probabilities(), text
         for pair in self.training.pair_losses:
-            if pair.operation in _RANGES:
+            if pair.name in ("kl_div", "ctc_loss"):
+                text = f"{pair.name} expects logarithms of probabilities, such as those of log_softmax"
+                yield pair.operation, pair.operation in _OF_NUMBERS, text
+                if pair.name == "ctc_loss":
+                    yield "", bool((pair.targets == 0).any()), "ctc_loss has its blank among the targets"
+            elif pair.name in ("cosine_embedding_loss", "hinge_embedding_loss", "soft_margin_loss"):
+                is_wrong = bool((pair.targets != 1).any() & (pair.targets != -1).all())
+                yield "", is_wrong, f"{pair.name} expects targets of 1 and -1, and gets none of -1, but others"
+            elif pair.operation in _RANGES:
                 outside = _outside(pair.targets, *_RANGES[pair.operation][1:])
                 text = f"{pair.name} has {outside:.0%} of its targets outside of the range"
                 yield pair.operation, outside > LARGEST, text

@@ -8,30 +8,41 @@ import numpy as np
 from pydantic import Field
 
 from ..config.rules import FractionRule
-from .rule import BoundsRule
-from .step_rows import Location
+from .rule import BoundsRule, QuietSteps
+from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
 class DeadUnitsRule(FractionRule):
-    """The `dead_fraction` of an output is large: its units are zero for a whole batch.
+    """The `dead_fraction` of an output is large, its units are zero for a whole batch, although the loss has not halved since the start.
 
-    The threshold is that of AutoTrainer (Zhang et al., ICSE 2021, `gamma`). SageMaker Debugger has 0.5 (DeadRelu, `threshold_layer`),
-    which healthy layers exceed if they are wider than their data have dimensions.
+    The threshold, and the condition on what was learned, are those of AutoTrainer (Zhang et al., ICSE 2021, `gamma`). SageMaker Debugger
+    has 0.5 (DeadRelu, `threshold_layer`), which healthy layers exceed if they are wider than their data have dimensions.
     """
 
     above: Annotated[float, Field(ge=0, lt=1)] = Field(0.7, description=FractionRule.model_fields["above"].description)
 
 
 class DeadUnits(BoundsRule[DeadUnitsRule], name="dead_units"):
+    saved = (*BoundsRule.saved, "first_loss")
     what = "dead units"
     stage = "units"
     advice = "Lower the learning rate, or replace the ReLU by a LeakyReLU or GELU."
     requires = "an output (kind: forward) with the statistic dead_fraction, such as hooks=dead_relu"
     statistics = ("dead_fraction",)
     merge = np.fmin
+    _first_loss: float | None = None
 
     def selects(self, location: Location) -> bool:
         return location.is_output
 
     def describe(self, value: float) -> str:
         return f"{value:.1%} of its units are zero for a whole batch"
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        loss = rows.metric("loss")
+        self._first_loss = loss if self._first_loss is None else self._first_loss
+        has_learned = loss is not None and 0 <= loss < 0.5 * (self._first_loss or 0.0)
+        return super().holds(rows, chosen) & (not has_learned)
+
+    def remember(self, steps: QuietSteps) -> None:
+        self._first_loss = next(iter(steps.losses), None) if self._first_loss is None else self._first_loss

@@ -7,16 +7,14 @@ import numpy as np
 from .growth import GrowthFields, GrowthRule
 from .step_rows import FloatArray, IndexArray, Location
 
-ROUNDING = 1e-6
-
 
 class ExplodingGradient(GrowthRule[GrowthFields], name="exploding_gradient"):
     """The `l2` of a gradient is far above the median of its previous values.
 
     A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
     `factor: 100`. The norm itself is not a reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
-    The gradient of a bias before a batch normalization is zero except for rounding, and is no reference: its median is below 1e-6,
-    about ten rounding units of float32, of the largest one of all gradients.
+    A gradient that stays below the largest of such medians hardly changes the norm of all, and does not count: its layer begins to learn,
+    or it is zero except for rounding, such as that of a bias before a batch normalization.
     """
 
     what = "exploding gradient"
@@ -32,10 +30,6 @@ class ExplodingGradient(GrowthRule[GrowthFields], name="exploding_gradient"):
         exceeded = super()._exceeded(slots, values)
         if not exceeded:
             return exceeded
-        locations = list(self._slots)
-        largest = max(float(np.nanmedian(self._values[slot])) for slot in slots[self._count[slots] > 0])
-        return {
-            at: (median, bound)
-            for at, (median, bound) in exceeded.items()
-            if median > ROUNDING * largest or not locations[slots[at]].is_of_bias
-        }
+        known, locations = slots[self._count[slots] > 0], list(self._slots)
+        medians, roles = np.nanmedian(self._values[known], axis=1), np.array([locations[slot].role for slot in known])
+        return {at: of for at, of in exceeded.items() if values[at] > medians[roles == locations[slots[at]].role].max()}

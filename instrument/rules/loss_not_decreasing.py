@@ -25,8 +25,9 @@ class LossNotDecreasingRule(RuleBase):
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small learning
     rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window. A loss that
     becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Losses after a
-    rollout, whose data follow the policy, do not count either, nor does a loss that rises and falls, such as that of a generator: the
-    rule fires only if the means of the quarters of the window are equal within 5%, or never fall from one quarter to the next.
+    rollout, whose data follow the policy, do not count, nor do those of targets that move, as in Q-learning: their mean squared distance
+    from their first mean quadruples. Nor does a loss that rises and falls, such as that of a generator: the means of the quarters of the
+    window have to be equal within 5%, or never fall from one quarter to the next.
 
     It also fires if the loss decreases to that of a constant prediction, and stays there: the last quarter is not lower than the
     one before, nor lower than the entropy of the classes, or the variance of the targets. Targets that do not belong to their
@@ -62,7 +63,8 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule], name="loss_not_dec
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         loss = rows.metric("loss")
-        if rows.phase == "rollout":
+        moves = any(row.relation == self.relation and row.holds is None and row.value for row in rows.relations)
+        if moves or rows.phase == "rollout":
             self._count = self.spec.window
         if not rows.is_training or loss is None or self._count >= self.spec.window:
             return

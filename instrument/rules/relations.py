@@ -173,8 +173,8 @@ class PaddingInLoss(RelationRule, name="padding_in_loss"):
     """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
 
     Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`, or a token that most
-    samples end with, in runs of different lengths. It is expected at the end or the start of a sample. Losses with `reduction="none"` or
-    with class weights are not checked, since they may leave these targets out in another way.
+    samples end with, in runs of different lengths, and a fifth of all. It is expected at the end or the start of a sample, or of targets of
+    `ctc_loss`. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets out otherwise.
     """
 
     what = "padding counts in the loss"
@@ -287,6 +287,10 @@ class WrongRangeOfLoss(RelationRule, name="wrong_range_of_loss"):
     cross-entropy with logits, of a Tanh or ReLU, whose probabilities cannot all become small; `nll_loss` of numbers that are no
     logarithms of probabilities; and `mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` with more than 5% of the targets outside of
     the range of the output. The last activation function follows from the loss (Goodfellow et al. 2016, Deep Learning, section 6.2.2).
+
+    Reported are also targets that the documentation excludes: several of 1 in a sample of a softmax for `binary_cross_entropy`, the blank
+    of `ctc_loss`, and 0 instead of -1 for `cosine_embedding_loss`, `hinge_embedding_loss` or `soft_margin_loss`; and `kl_div` or `ctc_loss`
+    of probabilities or of the output of a layer, instead of logarithms of probabilities.
     """
 
     what = "range of the output does not fit the loss"

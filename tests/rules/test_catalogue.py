@@ -288,11 +288,12 @@ def test_growth_fires_again_after_the_value_was_small_again() -> None:
     assert event.message == f"{where}: l2 3e+05, 300,000 times its median 1"
 
 
-def test_growth_compares_each_location_with_itself() -> None:
+@pytest.mark.parametrize(("last", "layers"), [(700.0, ["a"]), (400.0, [])])
+def test_growth_of_a_gradient_is_compared_with_its_own_and_other_layers(last: float, layers: list[str]) -> None:
     rows = [{**GRADIENT, "layer": layer, "numel": 9} for layer in "ab"]
     steps = [Step(rows=[{**rows[0], "l2": 1.0}, {**rows[1], "l2": 500.0}]) for _ in range(20)]
-    steps.append(Step(rows=[{**rows[1], "l2": 600.0}, {**rows[0], "l2": 500.0}]))
-    assert [event.layer for event in fired("exploding_gradient", steps)] == ["a"]
+    steps.append(Step(rows=[{**rows[1], "l2": 600.0}, {**rows[0], "l2": last}]))
+    assert [event.layer for event in fired("exploding_gradient", steps)] == layers
 
 
 LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
@@ -324,12 +325,22 @@ NORMALIZED = {**OUTPUT, "numel": 9, "layer": "c", "module_type": "InstanceNorm2d
 EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zeros are no reference of growth": ("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0]), 0),
     "rounding is no reference": ("exploding_gradient", biases(1e-7), 0),
-    "small gradients of a bias are": ("exploding_gradient", biases(1e-4), 1),
+    "small gradients of a bias that becomes the largest one": ("exploding_gradient", biases(1e-3), 1),
     "missing values are no reference": ("exploding_gradient", values(GRADIENT, "l2", [None, 1.0] * 15 + [500.0]), 1),
     "invalid rows of another rule": ("all_zero", values({**GRADIENT, "nan_count": 99}, "zero_fraction", [1.0] * 9), 0),
     "infinities may be a mask": ("all_zero", values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9), 1),
     "other hook": ({"rule": "dead_units", "hook": "other"}, values(OUTPUT, "dead_fraction", [0.9] * 9), 0),
     "several hooks": ({"rule": "dead_units", "hook": ["other", "seen"]}, values(OUTPUT, "dead_fraction", [0.9] * 9), 1),
+    "units of a network that learns": (
+        "dead_units",
+        values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.1),
+        0,
+    ),
+    "units of a network that has not learned": (
+        "dead_units",
+        values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.2),
+        1,
+    ),
     "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
     "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
     "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),

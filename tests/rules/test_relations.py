@@ -315,14 +315,16 @@ def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
-def sentences(batch: Tensor) -> Tensor:
-    """Return tokens with padding of id 0 after 4, 7 or 9 other tokens."""
-    lengths = torch.arange(len(batch)).remainder(3)
-    return batch.clamp(min=1) * (torch.arange(batch.shape[1]) < torch.tensor([4, 7, 9])[lengths, None])
+def sentences(batch: Tensor, lengths: tuple[int, int, int] = (4, 7, 9)) -> Tensor:
+    """Return tokens with padding of id 0 after a few other tokens."""
+    of_each = torch.tensor(lengths)[torch.arange(len(batch)).remainder(3)]
+    return batch.clamp(min=1) * (torch.arange(batch.shape[1]) < of_each[:, None])
 
 
-def sentences_loss(model: nn.Module, batch: Tensor, *, ignored: int = -100) -> Tensor:
-    text = sentences(torch.cat([batch, batch]))
+def sentences_loss(
+    model: nn.Module, batch: Tensor, *, ignored: int = -100, lengths: tuple[int, int, int] = (4, 7, 9)
+) -> Tensor:
+    text = sentences(torch.cat([batch, batch]), lengths)
     return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), ignore_index=ignored)
 
 
@@ -466,6 +468,7 @@ def test_healthy_language_model_is_not_reported(
 
 HEALTHY_PADDED = [
     (Transformer, partial(sentences_loss, ignored=0), {"labels_shifted", "looks_ahead", "padding_in_loss"}),
+    (Transformer, partial(sentences_loss, lengths=(7, 8, 9)), {"labels_shifted", "looks_ahead"}),  # 12 of 66 targets
     (bert, partial(sentence_loss, mask_of=lambda text: (text != 0).long()), {"padding_attended"}),
     (
         lambda: bert("BertLMHeadModel", is_decoder=True),
@@ -653,6 +656,40 @@ def number_losses(model: nn.Module, batch: Any) -> Tensor:
     )
 
 
+def special_loss(model: nn.Module, batch: Any, name: str) -> Tensor:
+    """Return a loss whose documentation limits its input or its targets."""
+    output, labels = model(batch[0]), batch[1]
+    if name == "binary_cross_entropy":  # of a softmax
+        return F.binary_cross_entropy(output, (torch.arange(6) <= labels[:, None]).float())
+    if name == "one target":
+        return F.binary_cross_entropy(output, F.one_hot(labels, 6).float())
+    if name == "kl_div":
+        return F.kl_div(output, F.one_hot(labels, 6).float(), reduction="batchmean")
+    if name in ("ctc_loss", "padded"):  # 4 samples, 10 positions, 5 targets
+        is_padding = torch.arange(5) > torch.arange(4)[:, None]
+        targets = (
+            labels[:20].view(4, 5) if name == "ctc_loss" else torch.where(is_padding, 5, 1 + labels[:20].view(4, 5) % 4)
+        )
+        return F.ctc_loss(output.view(10, 4, 6), targets, torch.full((4,), 10), torch.full((4,), 5), zero_infinity=True)
+    if name == "cosine_embedding_loss":
+        return F.cosine_embedding_loss(output, output.roll(1, 0).detach(), (labels > 2).float())
+    function = {"hinge_embedding_loss": F.hinge_embedding_loss, "soft_margin_loss": F.soft_margin_loss}[name]
+    return function(output, (labels[:, None] > 2).float().expand_as(output))
+
+
+def special_losses(model: nn.Module, batch: Any) -> Tensor:
+    """Return losses with the input and the targets that their documentation requires."""
+    output, labels = model(batch[0]), batch[1]
+    signs, letters = torch.where(labels > 2, 1.0, -1.0), 1 + torch.arange(20).view(4, 5) % 5
+    letters[:, 4] = 0  # the blank, after the end
+    return (
+        F.kl_div(output, F.one_hot(labels, 6).float())
+        + F.ctc_loss(output.view(10, 4, 6), letters, [10] * 4, [4] * 4)
+        + F.cosine_embedding_loss(output, output.roll(1, 0).detach(), signs)
+        + F.soft_margin_loss(output, signs[:, None].expand_as(output))
+    )
+
+
 LOSS_FAULTS = [
     ("double_softmax", "3", 0, lambda: classifier(nn.Softmax(1)), class_loss, 6),
     ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid()), class_loss, 6),
@@ -666,6 +703,22 @@ LOSS_FAULTS = [
     ("wrong_range_of_loss", "", 0, classifier, likelihood, 6),
     ("wrong_range_of_loss", "", 0, lambda: classifier(nn.Softmax(1)), likelihood, 6),
     ("wrong_range_of_loss", "", 0, lambda: classifier(nn.LogSoftmax(0)), likelihood, 6),
+    (
+        "wrong_range_of_loss",
+        "3",
+        0,
+        lambda: classifier(nn.Softmax(1)),
+        partial(special_loss, name="binary_cross_entropy"),
+        6,
+    ),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Softmax(1)), partial(special_loss, name="kl_div"), 6),
+    ("wrong_range_of_loss", "", 0, classifier, partial(special_loss, name="kl_div"), 6),
+    ("wrong_range_of_loss", "", 0, lambda: classifier(nn.LogSoftmax(1)), partial(special_loss, name="ctc_loss"), 6),
+    ("padding_in_loss", "", 0, lambda: classifier(nn.LogSoftmax(1)), partial(special_loss, name="padded"), 6),
+    *(
+        ("wrong_range_of_loss", "", 0, classifier, partial(special_loss, name=name), 6)
+        for name in ("cosine_embedding_loss", "hinge_embedding_loss", "soft_margin_loss")
+    ),
     *(
         (
             "loss_broadcasts",
@@ -713,6 +766,18 @@ HEALTHY_CLASSIFIERS = [
     (
         lambda: classifier(nn.LogSoftmax(1)),
         likelihood,
+        6,
+        {"wrong_range_of_loss", "dropout_keeps_units"},
+    ),
+    (
+        lambda: classifier(nn.LogSoftmax(1)),
+        special_losses,
+        6,
+        {"wrong_range_of_loss", "loss_broadcasts", "dropout_keeps_units"},
+    ),
+    (
+        lambda: classifier(nn.Softmax(1)),
+        partial(special_loss, name="one target"),
         6,
         {"wrong_range_of_loss", "dropout_keeps_units"},
     ),
@@ -817,6 +882,20 @@ def test_loss_of_a_constant_prediction_is_reported(scale: float, is_learned: boo
         ((step, value, text),) = [(event["step"], event["value"], event["message"]) for event in events]
         assert (step, value) == (199, pytest.approx(scale * np.log(4), rel=0.02))
         assert "as of a constant prediction" in text
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_rising_loss_of_moving_targets_is_not_reported(*, moves: bool) -> None:
+    model = nn.Linear(4, 1)
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}) as probe:
+        for step in range(200):
+            targets = torch.linspace(0.0, 1.0, 32)[:, None] - moves * step / 10
+            loss = F.smooth_l1_loss(model(torch.zeros(32, 4)), targets)
+            probe.end_step(loss=loss if moves else loss.detach() + step)
+    assert probe.events["rule"].tolist() == ["loss_not_decreasing"] * (not moves)
+    moved = [(row["step"], row["value"]) for row in rows_of(probe, "constant_prediction") if row["holds"] is None]
+    variance = float(torch.linspace(0.0, 1.0, 32).var())
+    assert moved == [(8, pytest.approx(31 / 32 + 0.8**2 / variance, rel=1e-4))] * moves
 
 
 @pytest.mark.parametrize(
