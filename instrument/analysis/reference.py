@@ -56,10 +56,11 @@ NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
 # thousands of other series.
 TAIL, TAIL_OF_MEAN_LOSS = 1e-5, 1e-4
 # The largest of many elements has an exponential tail: as often as a normal value exceeds 4.3 standard deviations, it exceeds 8.5
-# (E. J. Gumbel, Statistics of Extremes, 1958).
+# (E. J. Gumbel, Statistics of Extremes, 1958). So has the logarithm of a softmax, which is a difference of scores.
 WIDTH_OF_EXTREMES = 2.0
 INDEPENDENT_PHASES = 4
-# The variance of a value that is neither a factor nor a fraction is averaged over so many: that of a loss falls with the loss.
+# The variance of attention, and of a value that is neither a factor nor a fraction, is averaged over so many: that of a loss falls with
+# the loss, and that of attention grows as the heads specialize.
 NEAR_PHASES = 3
 # The smallest factor, the smallest difference of fractions, and that of other statistics relative to their largest absolute value.
 FLOORS, FLOORS_OF_ONE_RUN = (1.25, 0.1, 0.25), (4.0, 0.3, 1.0)
@@ -314,6 +315,7 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
     largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
     ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
     is_mean_loss = (statistics == MEAN_LOSS).to_numpy()
+    is_attention = lows.index.get_level_values("role") == "attention"
     others = np.where(is_mean_loss & (count > 1), FLOOR_OF_MEAN_LOSS, other) * largest
     floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, others))
     low, high = (
@@ -323,7 +325,7 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
     if count > 1:
         variances = (low.var(axis=1, ddof=1).fillna(0.0) + high.var(axis=1, ddof=1).fillna(0.0)) / 2
         pooled = variances.groupby(level=INDEX[:-1], sort=False).transform("mean")
-        has_scale = ~(is_ratio | is_fraction)
+        has_scale = ~(is_ratio | is_fraction) | is_attention
         with_scale = variances[has_scale].sort_index().groupby(level=INDEX[:-1])
         pooled.update(with_scale.transform(lambda phases: phases.rolling(NEAR_PHASES, 1, center=True).mean()))
         tails = np.where(is_mean_loss, TAIL_OF_MEAN_LOSS, TAIL)
@@ -331,6 +333,6 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         widths = t * np.sqrt(np.fmax(variances, pooled) * (1 + 1 / count))
     else:
         widths = (high - low).max(axis=1)
-    is_extreme = (statistics == "abs_max").to_numpy() & (count > 1)
+    is_extreme = ((statistics == "abs_max").to_numpy() | is_attention) & (count > 1)
     spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors) * np.where(is_extreme, WIDTH_OF_EXTREMES, 1.0)
     return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)

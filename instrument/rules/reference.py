@@ -58,12 +58,13 @@ class ReferenceRule(PersistentRule):
     for n runs: the prediction interval for one further value from a normal distribution (G. J. Hahn and W. Q. Meeker, Statistical
     Intervals, Wiley 1991, chapter 4), counted from the extremes of the runs. s is the standard deviation of their smallest and largest
     values between the runs, in this phase or on average over all phases, whichever is larger. Phases depend on each other, so they
-    count as 4 independent ones. For losses and other values that are neither factors nor fractions, the average is over this phase and
-    its two neighbors, with 3 instead of 4: their differences change with their size. The floor is a factor of 1.25, 0.1 for a fraction,
-    and a quarter of the largest absolute value for the others. The mean loss is a single series, and not one of thousands: its floor is
-    a tenth, and it has t(1 - 1e-4, ...). The margin of `abs_max` is squared: the logarithm of the largest of many elements has an
-    exponential tail (E. J. Gumbel, Statistics of Extremes, 1958), not that of a normal distribution. One run has no standard deviation:
-    its margin is the larger of its own range and a factor of 4, 0.3 for a fraction, and the largest absolute value for the others. The
+    count as 4 independent ones. For losses, other values that are neither factors nor fractions, and attention, the average is over this
+    phase and its two neighbors, with 3 instead of 4: their differences change during a training, and heads specialize late. The floor is
+    a factor of 1.25, 0.1 for a fraction, and a quarter of the largest absolute value for the others. The mean loss is a single series,
+    and not one of thousands: its floor is a tenth, and it has t(1 - 1e-4, ...). The margins of `abs_max` and of attention are squared:
+    the logarithm of the largest of many elements has an exponential tail (E. J. Gumbel, Statistics of Extremes, 1958), not that of a
+    normal distribution, and so has that of a softmax, which falls with each difference of scores. One run has no standard deviation: its
+    margin is the larger of its own range and a factor of 4, 0.3 for a fraction, and the largest absolute value for the others. The
     numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then

@@ -43,7 +43,7 @@ HOOKS = {
 
 def write_values(
     folder: Path,
-    values: Mapping[str, Sequence[float | None]],
+    values: Mapping[str, Sequence[Any]],
     every: int = 1,
     metrics_of: Sequence[Mapping[str, Any]] = (),
     **options: Any,
@@ -57,9 +57,11 @@ def write_values(
     return write_run(folder, rows={"stats": rows, "metrics": metrics_of}, **options)
 
 
-def write_healthy(folder: Path, numbers: Sequence[Sequence[float]], statistic: str = "rms") -> Path:
+def write_healthy(
+    folder: Path, numbers: Sequence[Sequence[float]], statistic: str = "rms", role: str = "output"
+) -> Path:
     for at, values in enumerate(numbers):
-        write_values(folder / str(at), {statistic: values})
+        write_values(folder / str(at), {statistic: values, "role": [role] * len(values)})
     return folder
 
 
@@ -84,28 +86,40 @@ def test_phases_of_training_are_two_in_each_octave() -> None:
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize(("count", "statistic"), [(2, "rms"), (3, "rms"), (6, "rms"), (3, "mean")])
-def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, statistic: str) -> None:
-    """A mean has no fixed scale: its margin is a difference, from the variances of a phase and its neighbors."""
+@pytest.mark.parametrize(
+    ("count", "statistic", "role"),
+    [
+        (2, "rms", "output"),
+        (3, "rms", "output"),
+        (6, "rms", "output"),
+        (3, "mean", "output"),
+        (3, "row_entropy", "attention"),
+    ],
+)
+def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, statistic: str, role: str) -> None:
+    """A mean has no fixed scale: its margin is a difference, from the variances of a phase and its neighbors.
+
+    Attention differs more between runs as it specializes, and has an exponential tail: the same variances, and the squared margin.
+    """
     random = np.random.default_rng(count)
     runs = np.exp(random.normal(size=(count, 1)) + random.normal(scale=0.1, size=(count, 8)))
-    table = table_of(make_reference(write_healthy(tmp_path, runs.tolist(), statistic), [statistic]))
+    table = table_of(make_reference(write_healthy(tmp_path, runs.tolist(), statistic, role), [statistic]))
     phases = {0: [0], 1: [1], 2: [2], 3: [3], 4: [4, 5], 6: [6, 7]}
     assert [*table.index] == [*phases]
-    is_ratio = statistic == "rms"
+    is_ratio, is_pooled = statistic != "mean", statistic == "rms"
     numbers = np.log(runs) if is_ratio else runs
     variances = [
         np.mean([edge(numbers[:, steps], axis=1).var(ddof=1) for edge in (np.min, np.max)]) for steps in phases.values()
     ]
-    t = stats.t.ppf(1 - 1e-5, (4 if is_ratio else 3) * (count - 1))
+    t = stats.t.ppf(1 - 1e-5, (4 if is_pooled else 3) * (count - 1))
     for at, (start, steps) in enumerate(phases.items()):
         low, high, spread = table.loc[start, ["low", "high", "spread"]]
         assert low == pytest.approx(runs[:, steps].min(), rel=ROUNDING)
         assert low <= runs[:, steps].min()
         assert high == pytest.approx(runs[:, steps].max(), rel=ROUNDING)
         assert high >= runs[:, steps].max()
-        variance = max(variances[at], np.mean(variances if is_ratio else variances[max(0, at - 1) : at + 2]))
-        margin = t * np.sqrt(variance * (1 + 1 / count))
+        variance = max(variances[at], np.mean(variances if is_pooled else variances[max(0, at - 1) : at + 2]))
+        margin = t * np.sqrt(variance * (1 + 1 / count)) * (2 if role == "attention" else 1)
         assert spread == pytest.approx(np.exp(margin) if is_ratio else margin, rel=ROUNDING)
 
 
