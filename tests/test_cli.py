@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from tiers import tiered
 import instrument
 from instrument.commands.interrupts import handle_interrupts
 from instrument.commands.verbs import ALL
+from instrument.storage.run_record import REQUIRED
 
 Cli = Callable[..., Any]
 TABLES = {
@@ -370,6 +372,13 @@ def test_quiet_run_warns_about_a_hook_that_did_not_fire(cli: Cli) -> None:
     answer = cli(*TINY, hook, "quiet=true").expect(0)
     assert answer.out.startswith("warning hook 'late'")
     assert "never scheduled" in " ".join(answer.out.split())
+
+
+def test_single_process_with_a_rank_records_its_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # a cluster may set it without WORLD_SIZE
+    cli(*TINY, "hydra.run.dir=out").expect(0)
+    record = json.loads(Path("out/run.json").read_text())
+    assert [name for name in REQUIRED if not record[name]] == []
 
 
 def test_existing_run_is_not_overwritten(finished: Path, cli: Cli) -> None:

@@ -36,7 +36,7 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
-    full_error = os.environ.get(FULL_ERROR, "0")
+    full_error = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra raises errors instead of printing them
     try:
         check_options(sys.argv[1:])
@@ -67,7 +67,8 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
         _end(problem.exit_code)
         sys.exit(problem.exit_code)
     finally:
-        os.environ[FULL_ERROR] = full_error
+        del os.environ[FULL_ERROR]
+        os.environ |= {} if full_error is None else {FULL_ERROR: full_error}
         HydraCallback.release_lock()
 
 

@@ -36,7 +36,7 @@ from ..storage.folder_snapshot import REFUSED
 from ..storage.lock import is_written
 from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, read_record
 from ..training.distributed.torchrun import is_rank_zero
-from ..training.sweep_jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
+from ..training.sweep_jobs import DONE, RUNNING, STOPPED, UNKNOWN, Sweep, SweepJob, recorded_overrides
 from ..training.sweep_objective import is_search, read_objective, score_job, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .verbs import print_json
@@ -115,11 +115,18 @@ def numbered_job(config: DictConfig) -> float | None:
 
 
 def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the run.json of the previous attempt of a job; None without one that has ended and has these overrides."""
+    """Return the run.json of the previous attempt of a job; None without one that has ended and has these overrides.
+
+    A damaged run.json, as after a failure of the machine, has no configuration.
+    """
     if not (folder / "run.json").exists():
         return None
-    record = read_record(folder, "hydra.sweep.dir")
-    if record.get("overrides") != json.loads(json.dumps(overrides, default=str)):
+    given = json.loads(json.dumps(overrides, default=str))
+    try:
+        record = read_record(folder, "hydra.sweep.dir")
+    except ConfigError:
+        record = {"status": UNKNOWN, "config": {}, "overrides": given}
+    if record.get("overrides") != given:
         return None
     deadline = time.monotonic() + LOCK_SECONDS
     while is_written(folder):
@@ -136,7 +143,7 @@ def restarted(
 
     They are moved to `.aside/3.1`, ..., where they are not read as a run.
     """
-    if checkpoint_steps(folder):
+    if recorded and checkpoint_steps(folder):
         raw = resumed(recorded, {**raw, "resume": str(folder)})
         return parse_config(raw), raw
     attempts = (folder.parent / PREVIOUS_ATTEMPTS / f"{folder.name}.{attempt}" for attempt in count(1))

@@ -35,16 +35,16 @@ class Snapshot:
     def __init__(self, folder: Path, *, replaces: str | None = None) -> None:
         self.folder = folder = folder.absolute()  # A job may change the working directory.
         self._aside, self._has_aside = folder / ASIDE, False
-        if replaces is not None:
-            try:
+        try:
+            if replaces is not None:
                 self._set_aside(replaces)
-            except BaseException:  # a signal that arrived meanwhile
-                self.restore_replaced()
-                raise
-        # The folder and its parents that do not exist, the innermost first.
-        self._missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        self._names = {path.name for path in folder.glob("*")}
-        self._records = {name: (folder / name).read_bytes() for name in RECORDS if (folder / name).is_file()}
+            # The folder and its parents that do not exist, the innermost first.
+            self._missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            self._names = {path.name for path in folder.glob("*")}
+            self._records = {name: (folder / name).read_bytes() for name in RECORDS if (folder / name).is_file()}
+        except BaseException:  # also a signal
+            self.restore_replaced()
+            raise
 
     def has_new_run(self) -> bool:
         """Return whether a run was started in the folder, or in a subfolder, since the snapshot."""

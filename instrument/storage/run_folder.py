@@ -138,9 +138,8 @@ class RunFolder:
     """
 
     _has_begun = False  # whether the block of `recording` has begun
-    _refusals: tuple[type[BaseException], ...] = (
-        ConfigError,
-    )  # the errors before the training that restore the folder
+    # The errors before the training that restore the folder.
+    _refusals: tuple[type[BaseException], ...] = (ConfigError,)
 
     def __init__(
         self,

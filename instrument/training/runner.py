@@ -98,7 +98,7 @@ def run(
                 torch.set_num_threads(threads)  # it affects the order of sums
             with synced_errors(processes):
                 experiment = Experiment(config, strategy)
-                if not own_rank():
+                if processes is None or processes.is_rank_zero:
                     _record_environment(run_folder, experiment, raw, copy.address)
                     if source is not None:
                         source.check(run_folder.record)

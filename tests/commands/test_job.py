@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from instrument.commands.job import importing, restarted
+from instrument.commands.hydra_main import FULL_ERROR, command
+from instrument.commands.job import importing, previous_attempt, restarted
 from instrument.config.parse import parse_config
 
 
@@ -59,3 +61,30 @@ def test_job_resumes_with_the_configuration_of_its_checkpoint(tmp_path: Path) ->
     config, resumed = restarted(parse_config(changed), changed, raw, tmp_path)
     assert resumed == {**raw, "quiet": True, "resume": str(tmp_path)}
     assert (config.seed, config.quiet, config.resume) == (1, True, str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", '{"status": "run'])
+def test_job_with_a_damaged_record_starts_again(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "3"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001.pt").touch()
+    (folder / "run.json").write_text(text)  # the machine has failed
+    target = {"_target_": "mine.Any"}
+    raw = {"model": target, "task": target, "optimizer": target, "data": {"dataset": target}, "train": {"steps": 3}}
+    earlier = previous_attempt(folder, {"seed": 1})
+    assert earlier is not None
+    config, unchanged = restarted(parse_config(raw), raw, earlier["config"], folder)
+    assert (config.resume, unchanged) == (None, raw)
+    assert list(folder.iterdir()) == []
+    assert (tmp_path / ".aside" / "3.1" / "run.json").read_text() == text
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_command_restores_the_environment(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["instrument", "+exp=missing"])
+    monkeypatch.delenv(FULL_ERROR, raising=False)
+    if value is not None:
+        monkeypatch.setenv(FULL_ERROR, value)
+    with pytest.raises(SystemExit, match="2"):
+        command(print)
+    assert os.environ.get(FULL_ERROR) == value

@@ -121,6 +121,25 @@ def test_full_disk_or_lost_permission_restores_the_old_run(
     assert content(tmp_path) == old
 
 
+def test_unreadable_file_restores_the_old_run(
+    tmp_path: Path, old: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "instrument.log").symlink_to(tmp_path / "notes.txt")  # links stay in the folder
+    read = Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path == tmp_path / "instrument.log":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refused)
+        with pytest.raises(PermissionError):
+            RunFolder(tmp_path, where="out", config={}, overwrite=True)
+    (tmp_path / "instrument.log").unlink()
+    assert content(tmp_path) == old
+
+
 def test_run_of_a_process_killed_between_both_runs_is_replaced(tmp_path: Path, old: dict[str, bytes]) -> None:
     (tmp_path / ASIDE).mkdir()
     (tmp_path / "run.json").rename(tmp_path / ASIDE / "run.json")
