@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # The versions of Python that `make release-check` tries.
 PYTHONS ?= python3.11 python3.12 python3.13
-# Number of parallel test processes. Each uses one thread and up to two gigabytes of memory.
+# Number of parallel test processes. Each uses one thread and up to two gigabytes of memory. In slow tests, a process waits for other
+# processes and for files for a tenth of the time, so `make test-all` has one more.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
+PYTEST = $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
 RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 # Python compiles a module at its first import, and stores the result. pip would compile all modules, of which a third are imported.
@@ -23,6 +24,7 @@ demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale 
 test: $(DEV_STAMP)  ## run the tests, without slow ones
 	$(PYTEST) --dist loadscope --no-loadscope-reorder
 
+test-all: WORKERS = 3
 test-all: $(DEV_STAMP) .engines/.installed .torchtitan/.installed  ## run all tests, including slow ones
 	$(PYTEST) --dist worksteal -m ""
 

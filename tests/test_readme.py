@@ -47,7 +47,9 @@ def follow(
         if command.startswith("python -m instrument.verify "):
             monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: verify.main())
             command = command.replace("instrument.verify", "instrument", 1)
-        return cli(*shlex.split(command.removeprefix("python -m instrument")), *offline)
+        # The 10,000 test images of MNIST would take most of the time.
+        few = ["data.eval_slice.stop=500"] if wants_mnist else []
+        return cli(*shlex.split(command.removeprefix("python -m instrument")), *offline, *few)
 
     return run
 

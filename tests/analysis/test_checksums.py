@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from run_folders import write_steps
-from tiers import tiered
+from tiers import portions
 
 import instrument
 from instrument import InstrumentError
@@ -98,15 +98,15 @@ def in_values(content: bytes) -> list[int]:
     return [start + byte for start, size in starts for byte in range(size) if start >= 0]
 
 
-def flips(folder: Path, count: int) -> Iterator[Path]:
-    """Flip one bit at a time in a file of the tables or the journal, and restore it.
+def flips(folder: Path, numbers: range) -> Iterator[Path]:
+    """Flip one bit at a time, which depends on the number, in a file of the tables or the journal, and restore it.
 
     Every second bit is in a value that the readers return: most bytes of a small file are metadata.
     """
-    draw = random.Random(3)
     read = ("stats", "tensors", "journal")  # the folders that the readers read
     files = sorted(file for file in folder.rglob("*-0*") if file.parent.name in read and file.stat().st_size)
-    for number in range(count):
+    for number in numbers:
+        draw = random.Random(number)
         file = draw.choice(files)
         content = file.read_bytes()
         damaged = bytearray(content)
@@ -119,15 +119,15 @@ def flips(folder: Path, count: int) -> Iterator[Path]:
 @pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 @pytest.mark.combinations
-@pytest.mark.parametrize("count", tiered([10, 120], [10]))
+@pytest.mark.parametrize("numbers", portions(10, 120, 110))
 @pytest.mark.parametrize("close", [True, False])
 @pytest.mark.parametrize("name", READERS)
-def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, name: str, close: bool, count: int) -> None:
+def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, name: str, close: bool, numbers: range) -> None:
     folder = write_run(tmp_path / "run", close=close)
     read = READERS[name]
     assert read(folder) == (MEANS, VALUES.tolist(), [])
     reported = 0
-    for file in flips(folder, count):
+    for file in flips(folder, numbers):
         try:
             means, values, problems = read(folder)
         except (InstrumentError, RowsRemovedError, pa.ArrowInvalid):
@@ -137,7 +137,7 @@ def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, name: str, c
             assert named
             assert all("restore the file from a copy" in problem for problem in named)
         reported += bool(named)
-    assert reported > count // 5
+    assert reported > len(numbers) // 5
 
 
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")

@@ -24,13 +24,13 @@ def evaluations(folder: Path) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The evaluations of tickets and of the same masks with other initial weights: means over the seeds."""
+    """The evaluations of tickets, and of the sparse masks with other initial weights: means over the seeds."""
     page, *others = (tmp_path_factory.mktemp(f"seed_{seed}") for seed in range(3))
     run_gallery_page("lottery_ticket", page)
     for seed, folder in enumerate(others, 1):
         for rounds, weights, name in (
             ("0,1,2,3,4,5", seed, "lottery_ticket"),
-            ("1,2,3,4,5", seed + 10, "other_weights"),
+            (",".join(map(str, SPARSE)), seed + 10, "other_weights"),
         ):
             arguments = (f"{ROUND}={rounds}", f"seed={weights}", f"hydra.sweep.dir=runs/{name}", "quiet=true")
             run_in(folder, "-m", "+exp=lottery_ticket", *arguments).expect(0)
