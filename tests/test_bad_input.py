@@ -89,6 +89,7 @@ def last_override(value: object) -> str | None:
         (["+model=mlp"], ["model: the defaults contain an option", "given    mlp", "fix      replace it without a plus: model=mlp"]),
         ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "mlp, mnist_cnn", "similar  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "given    gradient", "similar  gradients"]),
+        ([*HOOKS, "seed=1,2"], ["seed: has several values", "given    1,2", "fix      add -m", "list: seed=[1,2]"]),
         ([*HOOKS, "optimizr=sgd"], ["optimizr:", "similar  optimizer"]),
         ([*HOOKS, "init_from=[1]"], ["init_from: must be a mapping", "given    [1]"]),
         ([*HOOKS, "model=mlp", "model.sizes={a: 1}"], ["model.sizes: must be a list", "given    {a: 1}"]),

@@ -253,6 +253,12 @@ def assert_same_effects(run: instrument.Run, replay: instrument.Run, condition: 
     pd.testing.assert_frame_equal(wanted, found, check_exact=True)
 
 
+def actions_of(run: instrument.Run) -> dict[str, str]:
+    """Return the name of the action in the finding of each intervention, by hook."""
+    found = run.findings[run.findings["hook"].isin(run.effects["hook"].unique())]
+    return dict(zip(found["hook"], found["what"], strict=True))
+
+
 @pytest.mark.slow
 def test_changes_are_repeated_before_a_counterfactual(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "failed", tmp_path / "failed", ignore=shutil.ignore_patterns("checkpoints"))
@@ -263,6 +269,11 @@ def test_changes_are_repeated_before_a_counterfactual(place: Path, tmp_path: Pat
     assert (certificate_of(tamed.path)["begin"], certificate_of(tamed.path)["steps"]) == (0, 10)
     assert_same_effects(run, tamed, "step < 10")
     assert set(tamed.effects.query("step >= 10 and hook != 'noisy'")["hook"]) == {"tame_counterfactual"}
+    assert actions_of(tamed) == {
+        "noisy": actions_of(run)["noisy"],
+        "tame": "clip norm 0.5",
+        "tame_counterfactual": "clip norm 0.01",
+    }
 
 
 def test_killed_run_is_repeated(place: Path, tmp_path: Path) -> None:
@@ -288,6 +299,10 @@ def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
     assert sorted(run.effects.query("hook == 'noisy'")["step"].unique()) == [8, 9]
     assert sorted(run.effects.query("hook == 'shrink'")["step"].unique()) == [10, 11, 12, 13]
     assert run.events["rule"].iloc[0] == "counterfactual"
+    original = actions_of(instrument.load(place / "done"))
+    assert actions_of(run) == {**original, "shrink": "scale factor 0.5"}
+    hooks = run.info["config"]["hooks"]
+    assert (hooks["noisy"]["stop"], hooks["shrink"]["start"], hooks["shrink"]["stop"]) == (10, 10, 14)
     figure = instrument.plot.replay(run)
     assert [axes.get_title() for axes in figure.axes] == ["loss", "gradient norm"]
     recorded, replayed, mark = figure.axes[0].get_lines()
@@ -383,9 +398,14 @@ INVALID = [
         ["done", "--steps", "3:4", "hooks=activations"],
         "hooks.activations: the hook is not scheduled in step 3: its schedule is every 10 steps",
     ),
+    (["done", "--steps", "3:4", "hooks=activations"], "fix      pass hooks.activations.every=1"),
     (
         ["done", "--steps", "1:5", "--intervene", "hooks.tame.norm=1"],
         "hooks.tame: the hook is not scheduled in steps 1 to 4",
+    ),
+    (
+        ["done", "--steps", "1:5", "--intervene", "hooks.tame.norm=1"],
+        "fix      change its schedule, or the range of --steps",
     ),
     (["done", "--steps", "1:5", "--intervene", "~hooks.tame"], "no changed intervention runs in steps 1 to 4"),
     (["done", "hooks=nothing"], "hooks: unknown option of this group"),

@@ -62,6 +62,9 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
     if absent := re.search(r"(?:default list use |not supported: '\+)\+([^=]+)=(.*?)'?$", text):
         fix = f"add it with one plus: +{absent[1]}={absent[2]}"
         return Problem(absent[1], "the defaults contain no option of this group", absent[2], fix=fix)
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*?)' 1\.", text):
+        fix = f"add -m to run each of them, or write a list: {several[1]}=[{several[2]}]"
+        return Problem(several[1], "has several values", several[2], fix=fix)
     if present := re.match(r"Multiple values for ([^ ]+)\. .* 'override [^ ]+: (.*)'", text):
         fix = f"replace it without a plus: {present[1]}={present[2]}; in a defaults list: override /{present[1]}: {present[2]}"
         return Problem(present[1], "the defaults contain an option of this group already", present[2], fix=fix)

@@ -143,6 +143,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
     with report_errors() as (folder, _):
         parsed, raw = read_config(config)
         replay = Replay(run, parsed.hooks, window, intervene=args.intervene, force=args.force, operators=args.ops)
+        raw["hooks"] = replay.recorded_hooks(raw["hooks"])
         with importing():
             from instrument.training import runner
             from instrument.training.terminal import Terminal

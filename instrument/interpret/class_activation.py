@@ -16,7 +16,7 @@ from ..errors import InstrumentError, Problem
 from .recorded_layers import Recorded, linear_layer, positions_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 SCORE_ARGUMENTS = "run mode=forward forward.grad=true 'forward.of=\"[:, 3]\"'"
 
@@ -43,7 +43,7 @@ def class_activation_map(
     run: Run,
     layer: str | None = None,
     *,
-    classifier: Tensor | Array | str | None = None,
+    classifier: Tensor | Array | nn.Linear | str | None = None,
     classes: int | Sequence[int] | None = None,
     hook: str | None = None,
     phase: str | None = None,
@@ -64,8 +64,8 @@ def class_activation_map(
     Args:
         run: A run with recorded feature maps [N, C, H, W]; for a probe, `probe.run`.
         layer: The layer of the feature maps. Default: the last one, in forward order.
-        classifier: The weights [classes, C] of the linear layer; or its name, if the run saved its weights (`train.save=true`)
-            or loaded those of a run (`init_from`).
+        classifier: The linear layer; or its weights [classes, C]; or its name, if the run saved its weights
+            (`train.save=true`) or loaded those of a run (`init_from`).
         classes: The class or the classes, with `classifier`. Default: the class with the highest score of each sample.
         hook: Name of the hook that recorded the feature maps; required if several hooks recorded the layer.
         phase: Phase of the tensors; required if the layer was recorded in several.
@@ -114,9 +114,7 @@ def _of_weights(
     run: Run, recorded: Recorded, layer: str, features: Features, classifier: Any, classes: int | Sequence[int] | None
 ) -> tuple[Array, Array]:
     """Return the maps [N, classes, H, W] and their classes [N, classes]."""
-    if hasattr(classifier, "parameters"):
-        raise InstrumentError(Problem("classifier", "is a module", type(classifier).__name__, fix="pass its weight"))
-    if not isinstance(classifier, str) and not hasattr(classifier, "detach"):
+    if not isinstance(classifier, str) and not any(hasattr(classifier, name) for name in ("detach", "parameters")):
         classifier = np.array(classifier, np.float64)  # PyTorch would round a list, and refuse reversed arrays
     own, of_layer = linear_layer(run, classifier, "classifier")
     weight: Array = own.double().numpy()

@@ -25,7 +25,7 @@ from .recorded_layers import Recorded, positions_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
+    from torch import Tensor, nn
 
 MAX_SAMPLES = 4
 SIDE, BAR = 1.9, 0.6  # size of a picture and width of its color bar, in inches
@@ -40,7 +40,7 @@ def class_activation_map(
     run: Run,
     layer: str | None = None,
     *,
-    classifier: Tensor | Array | str | None = None,
+    classifier: Tensor | Array | nn.Linear | str | None = None,
     classes: int | Sequence[int] | None = None,
     samples: int | str | Sequence[int | str] | None = None,
     hook: str | None = None,

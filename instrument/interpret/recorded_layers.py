@@ -288,10 +288,14 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
 def linear_layer(run: RunTables, given: Any, where: str) -> tuple[Tensor, Tensor | None]:
     """Return the weight and the bias of a linear layer in CPU memory; the bias is None if it is not known.
 
-    `given`: the weight, or the name of the layer or of its weight in the saved weights.
+    `given`: the layer, its weight, or the name of the layer or of its weight in the saved weights.
     """
     import torch
 
+    if isinstance(given, torch.nn.Linear):
+        return given.weight.detach().cpu(), None if given.bias is None else given.bias.detach().cpu()
+    if isinstance(given, torch.nn.Module):
+        raise InstrumentError(Problem(where, "must be a linear layer", type(given).__name__, fix="pass its weight"))
     if not isinstance(given, str):
         return torch.as_tensor(given).detach().cpu(), None
     weights, name = saved_weights(run), given.removesuffix(".weight")

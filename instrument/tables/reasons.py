@@ -10,7 +10,7 @@ from .kinds import Kind
 NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"
 NOT_CALLED = (
     "the module was not called while the hook was scheduled: no code calls it, its parent uses its parameters functionally "
-    "or calls .forward() directly, or an exception ended the forward pass before the call"
+    "or calls .forward() directly, an exception ended the forward pass before the call, or end_step was called without a forward pass"
 )
 NOT_CALLED_COPIED = NOT_CALLED.replace(
     "no code", "a copy of it (deepcopy, pickle), whose hooks are no-ops, runs instead, no code"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.base import ObservationSpec
 from ..config.hook_specs import HookSpec
-from ..config.parse import parse_hooks, parse_rules
+from ..config.parse import named_specs, parse_hooks, parse_rules
 from ..config.rules import DisableAction, EnableAction, RuleBase
 from ..config.run_changes import SCHEDULE_FIELDS, Settings, changed_hook
 from ..config.schedule import STEP_PHASES
@@ -205,7 +205,8 @@ class Replay:
                 self.left_out.append(name)
             else:
                 text = f"the hook is not scheduled in {steps_text(window)}: its schedule is {spec.schedule}"
-                fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
+                is_due = _within(spec.model_copy(update={"every": 1}), window) is not None
+                fix = f"pass hooks.{name}.every=1" if is_due else "change its schedule, or the range of --steps"
                 raise ConfigError(Problem(f"hooks.{name}", text, fix=fix))
         if changed and not starts:
             raise ConfigError(Problem("--intervene", f"no changed intervention runs in {steps_text(window)}", changed))
@@ -227,9 +228,7 @@ class Replay:
         settings = Settings.of(self.run.record["config"])
         kept = {name: settings.hooks[name] for name in self.run.required_hooks if name in self.hooks}
         for name in kept.keys() & set(self.counterfactual):
-            spec = self.hooks[name]
-            limit = {"stop": spec.stop} if spec.steps is None else {"steps": sorted(spec.steps)}
-            kept[name] = {**kept[name], **limit}
+            kept[name] = {**kept[name], **_limits(self.hooks[name], "stop")}
         self.settings = replace(settings, hooks=kept)
         fixed = {f"hooks.{name}.{field}" for name in self.counterfactual for field in SCHEDULE_FIELDS}
         self.repeated: list[tuple[int, list[str]]] = []
@@ -273,6 +272,18 @@ class Replay:
             "changes_left_out": _texts(self.not_repeated),
         }
 
+    def recorded_hooks(self, given: Any) -> dict[str, Any]:
+        """Return the hooks for run.json: those of the command line, `given`, under the names and in the steps in which they run."""
+        entries, before = dict(named_specs("hooks", given)), self.run.required_hooks
+        for name in self.counterfactual:
+            new = entries.pop(name, None)
+            if name in self.settings.hooks:  # it runs as in the run, before the window
+                entries[name] = self.settings.hooks[name]
+            if new is not None:
+                spec = self.hooks[f"{name}_counterfactual" if name in before else name]
+                entries[spec.name] = {**new, "name": spec.name, **_limits(spec, "start", "stop")}
+        return entries
+
     def check(self, present: Mapping[str, Any]) -> None:
         """Raise a ConfigError if the replay cannot be exact in this environment, unless `force` is set."""
         differences = [each for each in environment_differences(self.run.record, present) if each.is_decisive]
@@ -311,6 +322,10 @@ def _within(spec: HookSpec, steps: range) -> HookSpec | None:
     if schedule.steps is not None:
         return spec.model_copy(update={"steps": tuple(due_steps)})
     return spec.model_copy(update={"start": due_steps[0], "stop": steps.stop})
+
+
+def _limits(spec: HookSpec, *fields: str) -> dict[str, Any]:
+    return {field: getattr(spec, field) for field in fields} if spec.steps is None else {"steps": sorted(spec.steps)}
 
 
 def _first(spec: HookSpec | None) -> list[int]:

@@ -580,7 +580,7 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
         [{"layer": "encoder.0"}, {"layer": "encoder.1"}],
         [{"layer": "backbone.0"}, {"layer": "backbone.1"}],
         "no layer was recorded by both runs",
-        "rename layers: OLD=NEW",
+        "pass --rename OLD=NEW, or in Python rename=",
     ),
     "hooks": ([{}], [{"role": "input"}], "the hooks of the two runs record different tensors", "same hooks"),
     "names": (

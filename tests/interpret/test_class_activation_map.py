@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_cam_equals_weighted_feature_maps(run: instrument.Run, model: MnistCNN, 
     np.testing.assert_array_equal(class_activation_map(run, classifier=weight[::-1], classes=2).maps, exact)
 
 
+def test_classes_are_those_of_the_layer_with_its_bias(run: instrument.Run, model: MnistCNN, images: Tensor) -> None:
+    layer = copy.deepcopy(model.decoder[0])
+    nn.init.constant_(layer.bias, 0.0)
+    layer.bias.data[3] = 100.0
+    found = class_activation_map(run, classifier=layer)
+    assert found.classes.tolist() == [[3]] * 3
+    given = class_activation_map(run, classifier=layer.weight, classes=3)
+    np.testing.assert_allclose(found.maps, given.maps, rtol=1e-6, atol=1e-9)
+    layer.bias = None
+    expected = (model.encoder(images).mean((2, 3)) @ layer.weight.T).argmax(1)
+    assert sorted(class_activation_map(run, classifier=layer).classes[:, 0].tolist()) == sorted(expected.tolist())
+
+
 def test_grad_cam_equals_pytorch_code(run: instrument.Run, model: MnistCNN, images: Tensor) -> None:
     for layer, block in (("encoder.0", 0), ("encoder.1", 1)):
         features = model.encoder[: block + 1](images).detach().requires_grad_()
@@ -160,7 +174,10 @@ def test_missing_data_is_an_error_with_options(run: instrument.Run, model: Mnist
         ({"layer": "encoder.2"}, r"(?s)no tensors of this layer were recorded.*similar  encoder"),
         ({"layer": "."}, "no tensors of this layer were recorded"),
         ({"classifier": weight, "classes": 4}, r"(?s)classes: no such class.*given    4\n.*0 to 3"),
-        ({"classifier": model.decoder[0]}, r"(?s)classifier: is a module.*given    Linear.*pass its weight"),
+        (
+            {"classifier": model.decoder},
+            r"(?s)classifier: must be a linear layer.*given    Sequential.*pass its weight",
+        ),
         ({"classifier": weight[:, :5]}, r"(?s)classifier: wrong shape.*\[4, 5\].*encoder\.1 has 6 channels"),
         ({"classifier": "decoder.0"}, "the run saved no weights"),
         ({"classes": 1}, r"(?s)those of one score.*classifier="),

@@ -38,6 +38,17 @@ def test_missing_end_step_is_reported_without_forward_hooks(step: int) -> None:
         optimizer.step()
 
 
+def test_end_step_without_a_forward_pass_is_a_possible_cause() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.warns(InstrumentWarning, match="fired 1 of 2 times"), instrument.attach(model, HOOKS) as probe:
+        model(torch.zeros(1, 2))
+        probe.end_step()
+        probe.end_step()
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"]) == (2, 1)
+    assert row["cause"].endswith("or end_step was called without a forward pass")
+
+
 def test_exempt_calls_of_earlier_steps_are_no_cause_in_an_incomplete_step() -> None:
     model = nn.Linear(2, 2)
     with instrument.attach(model, {"seen": {**HOOKS["seen"], "calls": 1}}) as probe:
