@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .observations import LossCall, PairLossCall, is_readable
+from .observations import OF_NUMBERS, LossCall, PairLossCall, is_readable
 from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
@@ -39,7 +39,7 @@ class ConstantPrediction(Relation):
         if len(classes) == 1 and all(call.is_mean and call.weight is None for call in self.training.losses):
             yield from self._check_classes(self.training.losses, *classes)
         pairs = self.training.pair_losses
-        yield from self._check_targets(pairs[:1])
+        yield from self._check_targets([call for call in pairs if call.name in OF_NUMBERS][:1])
         if pairs and not self.training.losses and all(_is_comparable(call) for call in pairs):
             loss = _mean([call.result for call in pairs])
             variance = _mean([call.targets.detach().float().var(0).mean() for call in pairs])
@@ -49,10 +49,13 @@ class ConstantPrediction(Relation):
 
     def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:
         """Report targets that move: they are computed by a network that is trained, as those of Q-learning."""
-        for targets in [call.targets.detach().float() for call in pairs if is_readable(call.targets)]:
+        for all_targets in [call.targets for call in pairs if is_readable(call.targets)]:
+            if all_targets.numel() < MIN_PAIRS or all_targets.is_complex():
+                continue
+            targets = all_targets.detach().float()
             mean, variance = self._first_targets = self._first_targets or (float(targets.mean()), float(targets.var()))
             ratio = float((targets - mean).square().mean()) / variance if variance else 0.0
-            if targets.numel() >= MIN_PAIRS and ratio > MOVED:
+            if ratio > MOVED:
                 yield Checked(None, ratio, f"the targets move: their spread is {ratio:.3g} times the first one")
 
     def _check_classes(self, calls: Sequence[LossCall], classes: int) -> Iterator[Checked]:

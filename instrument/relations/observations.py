@@ -164,6 +164,7 @@ _NAMES = {
     "ctc_loss": torch,
 }
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
+OF_NUMBERS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 UNCOUNTED = -(2**30)  # no class
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
 TOLERANCE = 0.05  # of the sum of the probabilities of a sample
@@ -179,11 +180,13 @@ class BinaryLossCall(NamedTuple):
         of_logits: Whether the loss applies a sigmoid to its input.
         operation: The operation that computes the input, such as `Sigmoid`, before views, casts and clamps; empty if it is unknown.
         targets: The targets. They are not copied.
+        sums: The sum of the inputs of each sample, if they are [samples, classes] and come from a softmax; otherwise None.
     """
 
     of_logits: bool
     operation: str
     targets: Tensor
+    sums: Tensor | None
 
 
 class PairLossCall(NamedTuple):
@@ -272,10 +275,13 @@ def _observed_loss(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
     if name.startswith("binary"):
-        return BinaryLossCall(name.endswith("logits"), _operation(args[0]), args[1])
+        operation = _operation(args[0])
+        has_sums = operation == "Softmax" and args[0].ndim == 2 and all(map(is_readable, args[:2]))
+        sums = args[0].detach().sum(1, dtype=torch.float32) if has_sums else None
+        return BinaryLossCall(name.endswith("logits"), operation, args[1], sums)
     if name not in ("cross_entropy_loss", "nll_loss_nd"):
         last = {"ctc_loss": 4, "cosine_embedding_loss": 2}.get(name, 1)  # the last argument that is read
-        if len(args) <= last:
+        if len(args) <= last or (name == "ctc_loss" and _is_captured(args[1])):
             return None
         broadcasts = result.ndim == 0 and _is_outer(*args[:2])
         targets = _ctc_targets(args[1], *args[3:5]) if name == "ctc_loss" else args[last]
@@ -283,7 +289,7 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
     if len(args) < 5 or args[1].dtype != torch.int64 or not is_readable(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
-    if targets.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_captured(targets):
         return None
     return LossCall(
         logits.shape,
@@ -299,9 +305,18 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
     )
 
 
+def _is_captured(tensor: Tensor) -> bool:
+    """Return whether no values can be read on the device of a tensor, because a graph of CUDA is captured."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _ctc_targets(targets: Tensor, lengths: Any, blank: int) -> Tensor:
-    counted = torch.arange(targets.shape[-1]) < torch.as_tensor(lengths, device="cpu").view(-1, 1)
-    return torch.where(counted.to(targets.device), targets - blank, UNCOUNTED) if targets.ndim == 2 else targets - blank
+    if not is_readable(targets):
+        return targets
+    if targets.ndim != 2:
+        return targets - blank
+    counted = torch.arange(targets.shape[1], device="cpu") < torch.as_tensor(lengths, device="cpu").view(-1, 1)
+    return torch.where(counted.to(targets.device), targets - blank, UNCOUNTED)
 
 
 def _is_outer(predictions: Tensor, targets: Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .observations import UNCOUNTED
+from .observations import UNCOUNTED, is_readable
 from .relation import RELATIONS, Checked, Relation
 from .token_targets import TokenTargets, token_targets
 
@@ -38,8 +38,9 @@ class PaddingInLoss(Relation):
                 yield Checked(
                     True, int(predicted.sum()), f"{int(predicted.sum())} targets at padded positions do not count"
                 )
-        for targets in [each.targets.cpu() for each in self.training.pair_losses if each.name == "ctc_loss"]:
-            if targets.ndim == 2 and repeated_end(targets) not in (None, UNCOUNTED):
+        for targets in [each.targets for each in self.training.pair_losses if each.name == "ctc_loss"]:
+            is_filled = targets.ndim == 2 and targets.numel() and is_readable(targets)
+            if is_filled and repeated_end(targets.cpu()) not in (None, UNCOUNTED):
                 yield Checked(False, len(targets), "ctc_loss counts the class that fills up the targets of samples")
 
     def _padding(self, of: TokenTargets) -> Tensor | None:

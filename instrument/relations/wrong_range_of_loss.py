@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from .double_softmax import layer_of
-from .observations import is_readable
+from .observations import OF_NUMBERS, TOLERANCE, is_readable
 from .relation import RELATIONS, Checked, Relation
 
 _RANGES = {
@@ -18,7 +18,7 @@ _RANGES = {
     "Sigmoid": ("sigmoid, from 0 to 1", 0.0, 1.0),
     "Softmax": ("softmax, from 0 to 1", 0.0, 1.0),
 }
-_OF_NUMBERS = ("Addmm", "Mm", "Convolution", *_RANGES)  # operations whose results are no logarithms of probabilities
+_NO_LOGARITHMS = ("Addmm", "Mm", "Convolution", *_RANGES)  # operations whose results are no logarithms of probabilities
 _OF_LOGITS = ("Tanh", "Relu")  # the others are those of `double_softmax`
 MIN_TARGETS = 16
 LARGEST = 0.05  # the largest fraction of targets outside of the range, and of their mean squared distance to it in their variance
@@ -46,7 +46,8 @@ class WrongRangeOfLoss(Relation):
         """Yield for each loss the operation that computes its input, whether the range is wrong, and what it expects."""
         for binary in self.training.binary_losses:
             if binary.operation == "Softmax" and not binary.of_logits:
-                has_several = binary.targets.ndim == 2 and bool(((binary.targets > 0.5).sum(1) > 1).any())
+                is_of_samples = binary.sums is not None and bool(((binary.sums - 1).abs() <= TOLERANCE).all())
+                has_several = is_of_samples and bool(((binary.targets > 0.5).sum(1) > 1).any())
                 yield binary.operation, has_several, "binary cross-entropy has samples with several targets of 1"
             elif binary.operation and not binary.of_logits:
                 is_wrong = binary.operation in ("Tanh", "Relu", "Softplus")
@@ -62,12 +63,12 @@ class WrongRangeOfLoss(Relation):
         for pair in self.training.pair_losses:
             if pair.name in ("kl_div", "ctc_loss"):
                 text = f"{pair.name} expects logarithms of probabilities, such as those of log_softmax"
-                yield pair.operation, pair.operation in _OF_NUMBERS, text
-                if pair.name == "ctc_loss":
+                yield pair.operation, pair.operation in _NO_LOGARITHMS, text
+                if pair.name == "ctc_loss" and is_readable(pair.targets):
                     yield "", bool((pair.targets == 0).any()), "ctc_loss has its blank among the targets"
-            elif pair.name in ("cosine_embedding_loss", "hinge_embedding_loss", "soft_margin_loss"):
-                is_wrong = bool((pair.targets != 1).any() & (pair.targets != -1).all())
-                yield "", is_wrong, f"{pair.name} expects targets of 1 and -1, and gets none of -1, but others"
+            elif pair.name not in OF_NUMBERS:
+                has_signs = not is_readable(pair.targets) or bool((pair.targets < 0).any() | (pair.targets == 1).all())
+                yield "", not has_signs, f"{pair.name} expects targets of 1 and -1, and gets none of -1, but others"
             elif pair.operation in _RANGES:
                 outside = _outside(pair.targets, *_RANGES[pair.operation][1:])
                 text = f"{pair.name} has {outside:.0%} of its targets outside of the range"

@@ -336,6 +336,21 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
         values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.1),
         0,
     ),
+    "a layer that is dead in a network that learns": (
+        "dead_units",
+        values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [1.0] * 9, loss=1.1),
+        1,
+    ),
+    "units after a first loss of infinity": (
+        "dead_units",
+        values(OUTPUT, "dead_fraction", [0.2], loss=np.inf) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=2.3),
+        1,
+    ),
+    "units after a higher loss in a step without rows": (
+        "dead_units",
+        losses(2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.1),
+        0,
+    ),
     "units of a network that has not learned": (
         "dead_units",
         values(OUTPUT, "dead_fraction", [0.2], loss=2.3) + values(OUTPUT, "dead_fraction", [0.9] * 9, loss=1.2),

@@ -663,6 +663,8 @@ def special_loss(model: nn.Module, batch: Any, name: str) -> Tensor:
         return F.binary_cross_entropy(output, (torch.arange(6) <= labels[:, None]).float())
     if name == "one target":
         return F.binary_cross_entropy(output, F.one_hot(labels, 6).float())
+    if name == "two softmaxes in each row":
+        return F.binary_cross_entropy(output.view(-1, 12), F.one_hot(labels, 6).float().view(-1, 12))
     if name == "kl_div":
         return F.kl_div(output, F.one_hot(labels, 6).float(), reduction="batchmean")
     if name in ("ctc_loss", "padded"):  # 4 samples, 10 positions, 5 targets
@@ -683,10 +685,11 @@ def special_losses(model: nn.Module, batch: Any) -> Tensor:
     signs, letters = torch.where(labels > 2, 1.0, -1.0), 1 + torch.arange(20).view(4, 5) % 5
     letters[:, 4] = 0  # the blank, after the end
     return (
-        F.kl_div(output, F.one_hot(labels, 6).float())
+        F.kl_div(output, F.one_hot(labels, 6).float(), reduction="batchmean")
         + F.ctc_loss(output.view(10, 4, 6), letters, [10] * 4, [4] * 4)
+        + F.ctc_loss(output.view(10, 4, 6), letters[:, :0], [10] * 4, [0] * 4)
         + F.cosine_embedding_loss(output, output.roll(1, 0).detach(), signs)
-        + F.soft_margin_loss(output, signs[:, None].expand_as(output))
+        + F.soft_margin_loss(output, 0.9 * signs[:, None].expand_as(output))
     )
 
 
@@ -775,11 +778,14 @@ HEALTHY_CLASSIFIERS = [
         6,
         {"wrong_range_of_loss", "loss_broadcasts", "dropout_keeps_units"},
     ),
-    (
-        lambda: classifier(nn.Softmax(1)),
-        partial(special_loss, name="one target"),
-        6,
-        {"wrong_range_of_loss", "dropout_keeps_units"},
+    *(
+        (
+            lambda: classifier(nn.Softmax(1)),
+            partial(special_loss, name=name),
+            6,
+            {"wrong_range_of_loss", "dropout_keeps_units"},
+        )
+        for name in ("one target", "two softmaxes in each row")
     ),
     *(
         (
@@ -808,8 +814,47 @@ def test_healthy_classifier_is_not_reported(
             loss_of(model, batch).backward()
             probe.end_step()
     assert violations(probe) == []
-    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
-    assert held - {"mode_of_phase", "constant_prediction"} == verified
+    rows = probe.relations.to_dict("records")
+    assert [row["text"] for row in rows if row["holds"] is None] == []
+    assert {row["relation"] for row in rows if row["holds"]} - {"mode_of_phase", "constant_prediction"} == verified
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_losses_of_tensors_without_values_are_not_checked(device: str) -> None:
+    """Tensors of `torch.func` have no values after their transform."""
+    x = torch.ones(40, 6, device=device, requires_grad=True)
+    letters = torch.ones(4, 5, dtype=torch.long, device=device)
+    losses = [
+        F.mse_loss,
+        F.hinge_embedding_loss,
+        lambda x, y: F.binary_cross_entropy(x.softmax(-1), y),
+        lambda x, _: F.ctc_loss(x.log_softmax(1).view(10, 4, 6), letters, [10] * 4, [5] * 4),
+    ]
+    with warnings.catch_warnings(action="ignore"), instrument.attach(nn.Linear(1, 1), {}) as probe:
+        for loss in losses[: 4 if device == "meta" else 3]:
+            if device == "meta":
+                loss(x, torch.zeros_like(x))
+            else:
+                torch.func.vmap(torch.func.grad(lambda x, loss=loss: loss(x[None], torch.zeros_like(x[None]))))(x)
+        probe.end_step()
+    assert [row["text"] for row in probe.relations.to_dict("records") if not row["holds"]] == []
+
+
+def test_number_of_targets_does_not_move_them() -> None:
+    """The end of a sample of `ctc_loss` differs between steps, and one target has no variance."""
+    output, letters = torch.zeros(10, 4, 6, requires_grad=True), 1 + torch.arange(20).view(4, 5) % 5
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(instrument.InstrumentWarning) as warned, instrument.attach(nn.Linear(1, 1), {}) as probe:
+            for step in range(10):
+                F.mse_loss(output[0, 0, :1], torch.full((1,), float(step)))
+                F.l1_loss(output[0].to(torch.complex64), torch.ones(4, 6, dtype=torch.complex64))
+                F.ctc_loss(output.log_softmax(2), letters, [10] * 4, [4, 3, 2, 1] if step else [5] * 4)
+                probe.end_step()
+    finally:
+        torch.set_warn_always(False)
+    assert {warning.category for warning in warned} == {instrument.InstrumentWarning}
+    assert rows_of(probe, "constant_prediction") == []
 
 
 @pytest.mark.parametrize(
