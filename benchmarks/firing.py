@@ -27,6 +27,7 @@ from instrument.stats.sums import COLUMNS
 
 WIDTH, BATCH = 64, 32
 HOOKS = 5  # on each layer, for the growth with the number of layers
+PAIRS = 6  # of trainings with and without rules
 RECORD: dict[str, Any] = {"layers": "*", "kind": "forward", "action": "record"}
 GRADIENT: dict[str, Any] = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
 NEVER = {"start": 10**9}
@@ -166,15 +167,21 @@ def growth(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
 
 
 def cost_of_rules(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
-    """Return the extra time per step of the default rules, and of the hooks without rules: medians in microseconds."""
-    bare = Training(layers)
-    with (
-        with_instrument(Training(layers), {"outputs": RECORD}, rules=None) as hooked,
-        with_instrument(Training(layers), {"outputs": RECORD}) as judged,
-    ):
-        rules, _ = extra_microseconds(hooked, judged, rounds=rounds, steps=steps)
-        hooks, _ = extra_microseconds(lambda: bare.step().item(), hooked, rounds=rounds, steps=steps)
-    return rules, hooks
+    """Return the extra time per step of the default rules, and of the hooks without rules, in microseconds.
+
+    They are means over pairs of trainings: trainings of one kind differ by some microseconds, since their objects are elsewhere in memory.
+    """
+    bare, costs = Training(layers), []
+    for _ in range(PAIRS):
+        with (
+            with_instrument(Training(layers), {"outputs": RECORD}, rules=None) as hooked,
+            with_instrument(Training(layers), {"outputs": RECORD}) as judged,
+        ):
+            rules, _ = extra_microseconds(hooked, judged, rounds=rounds // 2, steps=steps)
+            hooks, _ = extra_microseconds(lambda: bare.step().item(), hooked, rounds=rounds // 2, steps=steps)
+        costs.append((rules, hooks))
+    of_rules, of_hooks = zip(*costs, strict=True)
+    return statistics.mean(of_rules), statistics.mean(of_hooks)
 
 
 def cost_of_fingerprint(dtype: torch.dtype, elements: int, rounds: int) -> tuple[float, float]:
