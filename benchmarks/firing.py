@@ -28,6 +28,7 @@ from instrument.stats.sums import COLUMNS
 WIDTH, BATCH = 64, 32
 HOOKS = 5  # on each layer, for the growth with the number of layers
 PAIRS = 6  # of trainings with and without rules
+WARM_UP = 250  # steps in which rules learn the usual values, and relations are checked
 RECORD: dict[str, Any] = {"layers": "*", "kind": "forward", "action": "record"}
 GRADIENT: dict[str, Any] = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
 NEVER = {"start": 10**9}
@@ -177,6 +178,9 @@ def cost_of_rules(layers: int, *, rounds: int, steps: int) -> tuple[float, float
             with_instrument(Training(layers), {"outputs": RECORD}, rules=None) as hooked,
             with_instrument(Training(layers), {"outputs": RECORD}) as judged,
         ):
+            for _ in range(WARM_UP):
+                hooked()
+                judged()
             rules, _ = extra_microseconds(hooked, judged, rounds=rounds // 2, steps=steps)
             hooks, _ = extra_microseconds(lambda: bare.step().item(), hooked, rounds=rounds // 2, steps=steps)
         costs.append((rules, hooks))
