@@ -217,11 +217,8 @@ def _nothing_in_common(
         message = "no tensor was recorded at the compared steps"
         fix = "add a record hook, such as hooks=activations, or compare other steps"
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
-        message, texts, fix = (
-            "no layer was recorded by both runs",
-            layers,
-            "pass --rename OLD=NEW, or in Python rename={'OLD': 'NEW'}",
-        )
+        message, texts = "no layer was recorded by both runs", layers
+        fix = "pass --rename OLD=NEW, or in Python rename={'OLD': 'NEW'}"
     elif locations.empty:
         message = "the hooks of the two runs record different tensors"
         fix = "record with the same hooks, also the same names if several have the same kind and role"

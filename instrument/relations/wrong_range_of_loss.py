@@ -18,7 +18,7 @@ _RANGES = {
     "Sigmoid": ("sigmoid, from 0 to 1", 0.0, 1.0),
     "Softmax": ("softmax, from 0 to 1", 0.0, 1.0),
 }
-_NO_LOGARITHMS = ("Addmm", "Mm", "Convolution", *_RANGES)  # operations whose results are no logarithms of probabilities
+_NO_LOGARITHMS = ("Addmm", "Mm", "Convolution", *_RANGES)  # whose results are not logarithms of probabilities
 _OF_LOGITS = ("Tanh", "Relu")  # the others are those of `double_softmax`
 MIN_TARGETS = 16
 LARGEST = 0.05  # the largest fraction of targets outside of the range, and of their mean squared distance to it in their variance

@@ -283,8 +283,8 @@ class TiedWeights(RelationRule, name="tied_weights"):
 class WrongRangeOfLoss(RelationRule, name="wrong_range_of_loss"):
     """The output of the model cannot reach the minimum of the loss, because of its last activation function or a missing one.
 
-    Reported are: `binary_cross_entropy` of a clamped Tanh, ReLU or Softplus, which is no probability; cross-entropy, or binary
-    cross-entropy with logits, of a Tanh or ReLU, whose probabilities cannot all become small; `nll_loss` of numbers that are no
+    Reported are: `binary_cross_entropy` of a clamped Tanh, ReLU or Softplus, which is not a probability; cross-entropy, or binary
+    cross-entropy with logits, of a Tanh or ReLU, whose probabilities cannot all become small; `nll_loss` of numbers that are not
     logarithms of probabilities; and `mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` with more than 5% of the targets outside of
     the range of the output. The last activation function follows from the loss (Goodfellow et al. 2016, Deep Learning, section 6.2.2).
 
