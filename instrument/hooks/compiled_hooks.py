@@ -29,6 +29,7 @@ from .compiled_operators import (
     Stage,
     begin_call,
     end_call,
+    has_shards,
     has_unknown,
     has_writable,
     new_token,
@@ -44,7 +45,7 @@ WRITES_TO_INPUT = "the module may write to its arguments, which hooks of instrum
 UNKNOWN_CONTAINER = (
     "the output is a dataclass that torch.utils._pytree does not know: register it with register_dataclass"
 )
-
+SHARDED = "hooks of instrument on a DTensor run outside of graphs"
 
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 does not have it
 
@@ -146,6 +147,8 @@ class GraphHooks:
         given = join_arguments(args, kwargs)
         if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
             torch._dynamo.graph_break(msg=WRITES_TO_INPUT)
+        if self._acts_before and has_shards(given):
+            torch._dynamo.graph_break(msg=SHARDED)
         missing = why_no_gradient(given, is_data=True) if self.contributions else ""
         call = begin_call(self.token, missing)
         new = traced_call(given, call, self.token, self.pre, self.contributions)
@@ -157,11 +160,14 @@ class GraphHooks:
             return None
         missing = ""
         given = (*args, *kwargs.values())
-        if self.output or self.output_gradients:
+        acts_after = bool(self.output or self.output_gradients)
+        if acts_after:
             if (output is None or has_writable(output)) and has_writable(given):
                 torch._dynamo.graph_break(msg=WRITES_TO_INPUT)
             if has_unknown(output):
                 torch._dynamo.graph_break(msg=UNKNOWN_CONTAINER)
+        if has_shards(given if self.forward_input else ()) or (acts_after and has_shards(output)):
+            torch._dynamo.graph_break(msg=SHARDED)
         if self.output_gradients:
             is_data = bool(why_no_gradient((args, kwargs), is_data=True)) and not [*module.parameters()]
             missing = why_no_gradient(output, is_data=is_data)

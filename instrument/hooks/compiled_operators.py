@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ..tables.reasons import NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+from ..values.dtensor import is_sharded
 
 GraphHooks = Any
 """An `instrument.hooks.compiled_hooks.GraphHooks`, whose module imports this one."""
@@ -299,6 +300,11 @@ def has_writable(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(has_writable(each) for each in value)
     return isinstance(value, (list, dict)) and bool(tensors_in(value))  # the compiler traces no union
+
+
+def has_shards(value: Any) -> bool:
+    """Return whether a traced value contains a DTensor. The operators see no placement."""
+    return any(is_sharded(tensor) for tensor in tensors_in(value))
 
 
 def has_unknown(value: Any) -> bool:

@@ -15,8 +15,9 @@ from torch.nn.parameter import Parameter, is_lazy
 
 from ..actions.context_sums import MicroGradients
 from ..runtime.lazy_compiler import excluded_method
-from ..tables.reasons import CLEARED, SWAPPED
+from ..tables.reasons import CLEARED, NO_SHARD_GRADIENT, SWAPPED
 from ..tables.statistics import NOISE
+from ..values.dtensor import is_gathered, is_sharded
 from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
 from .hook_group import HookGroup
@@ -52,6 +53,8 @@ class GradientHooks(HookGroup):
     def is_lost(self) -> bool:
         """Return whether the parameter is not the one with the hooks. Also note whether it is trained from now on."""
         parameter = self.site.current_parameter()
+        if is_gathered(parameter, self.parameter):
+            parameter = self.parameter
         for attached in self.attached_hooks:
             attached.requires_grad_at_start = parameter is not None and parameter.requires_grad
         return parameter is not self.parameter or (parameter is not None and parameter._cdata != self._content)
@@ -69,6 +72,9 @@ class GradientHooks(HookGroup):
             for attached in self.attached_hooks:
                 attached.default_reason = SWAPPED
         elif parameter is not None and _can_train(parameter):
+            if is_sharded(parameter):
+                for attached in self.accumulated:
+                    attached.default_reason = NO_SHARD_GRADIENT
             with _requiring_grad(parameter):
                 if self.micro or self.measured:
                     self.handles.append(parameter.register_hook(excluded_method(self.on_gradient)))

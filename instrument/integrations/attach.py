@@ -46,7 +46,7 @@ from ..tables.sink_interface import Sink
 from ..training.compiler import prepare_compiled, reported_graph_breaks
 from ..training.distributed.process_group import report_dead_ranks
 from ..training.distributed.strategies import reduce_problems, shard_problems
-from ..values.dtensor import is_sharded, own_rank
+from ..values.dtensor import free_gathered_parameters, is_sharded, own_rank
 from .attached_probe import AttachedProbe
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def attach(
     hooks = read_specs(specs)
     judged = read_rules(specs, rules)
     check_rules(judged, hooks)
+    free_gathered_parameters(model)
     plan = make_plan(hooks, model)
     check_references(judged, hooks, [(site.spec.name, site.layer.name) for site in plan.sites])
     check_parameters(plan)

@@ -91,6 +91,9 @@ NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "
     "(it is unused, or used only under torch.no_grad or detach)"
 )
+NO_SHARD_GRADIENT = (
+    f"{NO_PARAMETER_GRADIENT}, or fully_shard delivers it after a later micro-batch (set_requires_gradient_sync)"
+)
 NO_GRADIENT_AT_STEP = (
     f"{NO_PARAMETER_GRADIENT}, or the gradient was cleared before the step (by zero_grad, or by an optimizer step inside of "
     "backward)"

@@ -10,6 +10,7 @@ replaced. `tests/training/test_optimizer_fast_import.py` fails when PyTorch does
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -90,8 +91,14 @@ def reported_graph_breaks(probe: Probe) -> Iterator[None]:
     before = _graph_breaks()
     yield
     breaks = _graph_breaks() - before
-    if reasons := [f"{count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items()]:
+    if reasons := [f"{count} x {_first_line(reason)}" for reason, count in breaks.items()]:
         probe.event("graph_break", f"{breaks.total()} graph breaks: {'; '.join(reasons)}", severity="info")
+
+
+def _first_line(reason: str) -> str:
+    """Return the message of a call of `graph_break`, such as those of hooks, and otherwise the first line of the compiler's reason."""
+    called = re.search(r"User-inserted graph break\. Message: (.+)", reason)
+    return called[1] if called else reason.strip().splitlines()[0]
 
 
 def _graph_breaks() -> Counter[str]:

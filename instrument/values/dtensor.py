@@ -187,6 +187,22 @@ def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
     return norms[0] if len(norms) == 1 else get_total_norm(norms, ord)
 
 
+def free_gathered_parameters(model: nn.Module) -> None:
+    """Free the parameters that `fully_shard` has gathered and kept, as after an evaluation. The modules then have their shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+
+
+def is_gathered(parameter: Tensor | None, shard: Tensor | None) -> bool:
+    """Return whether `fully_shard` has gathered a parameter from this shard and others."""
+    if parameter is None or shard is None or not is_sharded(shard):
+        return False
+    return not is_sharded(parameter) or parameter.device_mesh.ndim < shard.device_mesh.ndim
+
+
 def sharding_hooks() -> list[Callable[..., Any]]:
     """Return the hooks of `fully_shard` on modules: they gather and free parameters. Empty if it was not imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")

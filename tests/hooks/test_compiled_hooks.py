@@ -14,9 +14,12 @@ import pandas as pd
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from hook_runs import Calls, assert_close, assert_equal, keep, record, run_step, run_steps, scale, tensors_by
 from tiers import tiered
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import instrument
@@ -695,6 +698,31 @@ def test_hooks_break_graphs_where_that_is_allowed() -> None:
     messages = {row["rule"]: row["message"] for row in probe.sink.records("events")}
     assert "hook 'total' breaks them" in messages["compiled"]
     assert "graph breaks" in messages["graph_break"]
+
+
+@pytest.mark.slow
+def test_hooks_on_dtensors_run_outside_of_graphs() -> None:
+    """With tensor parallelism, the input of a layer is a DTensor, and its output can be one."""
+
+    def parallel() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+        plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+        return parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        eager, model = parallel(), parallel()
+        specs = {**VALUES, **GRADIENTS}
+        expected = train(eager, eager, specs)
+        probe = train(model, torch.compile(model, backend="aot_eager"), specs)
+    finally:
+        dist.destroy_process_group()
+    found, wanted = (tensors_by(each, *KEY) for each in (probe, expected))
+    assert found.keys() == wanted.keys()
+    assert_equal(map(found.get, wanted), wanted.values())
+    (message,) = probe.events.query("rule == 'graph_break'").message
+    assert message.endswith(f" x {compiled_hooks.SHARDED}")
 
 
 @pytest.mark.slow

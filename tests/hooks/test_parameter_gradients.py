@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from hook_runs import Calls, assert_close, assert_equal, gradients, keep, record, refused, run_step, tensors_by
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
-from instrument.tables.reasons import NO_STATE, NO_STEP, REMOVED
+from instrument.tables.reasons import NO_SHARD_GRADIENT, NO_STATE, NO_STEP, REMOVED
 
 RECORD = {"action": "record", "stats": "none", "tensors": True}
 
@@ -293,3 +296,33 @@ def test_noise_is_the_same_in_all_processes_if_the_wrapper_is_around_the_model()
     assert found[0].any()
     assert torch.equal(*found)
     assert scopes == {"averaged"}
+
+
+def test_parameters_that_an_evaluation_leaves_gathered_are_hooked_as_shards() -> None:
+    """FSDP2 keeps the parameters of the root module until the next backward pass, also after an evaluation."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = net()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model(batches()[0])
+        assert model[0].weight.shape == (4, 3), "it is not sharded now"
+        hooks = {"sum": record("post_accumulate_grad", "**"), "used": record("parameter_grad", "**")}
+        attached = instrument.attach(model, hooks, optimizer=optimizer)
+        with pytest.warns(instrument.InstrumentWarning, match=re.escape(NO_SHARD_GRADIENT)), attached as probe:
+            for _ in range(2):
+                for index, batch in enumerate(batches(2)):
+                    model.set_requires_gradient_sync(index == 1)
+                    model(batch).square().mean().backward()
+                    probe.end_micro_step()
+                optimizer.step()
+                with torch.no_grad(), probe.evaluating():
+                    model(batches()[0])
+                probe.end_step()
+    finally:
+        dist.destroy_process_group()
+    assert [event["rule"] for event in probe.sink.records("events")] == ["coverage"]
+    rows = [(row["hook"], row["step"], row["scope"]) for row in probe.sink.records("stats")]
+    parameters = 4
+    assert sorted(rows) == sorted((hook, step, "shard") for hook in hooks for step in (0, 1) for _ in range(parameters))
