@@ -286,6 +286,17 @@ def test_killed_run_is_repeated(place: Path, tmp_path: Path) -> None:
     assert "record hooks that are not scheduled in these steps: seen" in answer.out
 
 
+def test_counterfactual_from_a_checkpoint_lacks_the_original_hook(place: Path) -> None:
+    answer = replay_in(
+        place, "done", "--steps", "8:10", "--intervene", "hooks.tame.norm=0.2", "hydra.run.dir=at_checkpoint"
+    )
+    assert answer.code == 0, answer.err
+    run = instrument.load(place / "at_checkpoint")
+    assert certificate_of(run.path)["begin"] == 8
+    assert set(run.coverage["hook"]) == {"noisy", "seen", "tame_counterfactual"}
+    assert "never fired" not in set(run.findings["what"])
+
+
 def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
     answer = replay_in(place, "done", "--steps", "10:14", "--intervene", CLIP, "~hooks.noisy", "hydra.run.dir=other")
     assert answer.code == 0, answer.err

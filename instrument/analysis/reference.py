@@ -36,6 +36,7 @@ from ..rules.reference_ranges import (
 )
 from ..rules.step_rows import FloatArray
 from ..storage.remote_folder import folder_at, is_address
+from ..storage.run_record import write_atomically
 from ..storage.run_search import NoRunError, find_runs
 from ..tables.statistics import ALL, statistic_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
@@ -95,7 +96,7 @@ def make_reference(
     reference = _from_runs(given, names, "runs", "statistics")
     if out is not None:
         try:
-            Path(out).write_bytes(reference.content())
+            write_atomically(Path(out), reference.content())
         except OSError as error:
             message = f"the file cannot be written: {error.strerror}"
             raise ConfigError(Problem("out", message, given=str(out))) from None

@@ -86,7 +86,10 @@ def logit_lens(
             raise InstrumentError(Problem("layers", message, f"{layer} {list(streams.X.shape)}"))
         count = residual.shape[1]
         positions, length = recorded.positions(run, layer, count)
-        wanted = _targets(run, recorded, streams, positions, length, tokens=tokens, targets=targets)
+        inputs = tokens
+        if tokens is None and targets is None:
+            inputs = _recorded_tokens(run, recorded, layer, streams, (len(streams.ids), length))
+        wanted = _targets(streams, positions, length, tokens=inputs, targets=targets)
         rows = residual.reshape(-1, residual.shape[2])
         numbers = _numbers(rows, lambda hidden: project(normalize(hidden)), wanted, top)
         where = {"layer": layer, "sample": np.repeat(streams.ids, count), "position": np.tile(positions, len(residual))}
@@ -124,9 +127,7 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
     }
 
 
-def _targets(
-    run: Run, recorded: Recorded, streams: Features, positions: Sequence[int], length: int, *, tokens: Any, targets: Any
-) -> Array:
+def _targets(streams: Features, positions: Sequence[int], length: int, *, tokens: Any, targets: Any) -> Array:
     """Return the target of each recorded position, int64 [samples * positions], negative for none."""
     shape, complete = (len(streams.ids), len(positions)), (len(streams.ids), length)
     if targets is not None:
@@ -136,9 +137,6 @@ def _targets(
         return _checked("targets", wanted, shape).ravel()
     if tokens is not None:
         return _next(_checked("tokens", np.asarray(tokens), complete), positions)
-    inputs = _recorded_tokens(run, recorded, streams, complete)
-    if inputs is not None:
-        return _next(inputs, positions)
     if streams.y is not None and np.issubdtype(streams.y.dtype, np.integer):
         return np.repeat(streams.y.astype(np.int64), shape[1])
     return np.full(shape[0] * shape[1], -1)
@@ -157,12 +155,19 @@ def _next(tokens: Array, positions: Sequence[int]) -> Array:
     return wanted.ravel()
 
 
-def _recorded_tokens(run: Run, recorded: Recorded, streams: Features, shape: tuple[int, ...]) -> Array | None:
-    """Return the recorded token ids of the samples; None if they were not recorded for all of them."""
+def _recorded_tokens(run: Run, recorded: Recorded, of: str, streams: Features, shape: tuple[int, ...]) -> Array | None:
+    """Return the recorded token ids of the samples; None if they were not recorded for all of them.
+
+    Those of the innermost module that contains the layer `of` are preferred: a decoder has other tokens than its model.
+    """
     inputs = run.read("tensors", ["layer", "hook", "path", "role", "dtype", "source_shape"])
     is_integer = inputs["dtype"].str.startswith(("int", "uint")) & (inputs["role"] == "input")
     places = inputs[is_integer][["layer", "hook", "path"]].drop_duplicates().itertuples(index=False, name=None)
-    tried = product(sorted(places, key=lambda place: place[2] != TOKENS), dict.fromkeys((None, recorded.call)))
+
+    def order(place: tuple[str, str, str]) -> int:
+        return place[2] != TOKENS or -len(place[0]) * f"{of}.".startswith(f"{place[0]}.")
+
+    tried = product(sorted(places, key=order), dict.fromkeys((None, recorded.call)))
     for (layer, hook, path), call in tried:
         try:
             features = replace(recorded, hook=hook, role="input", path=path, call=call).read(run, layer or ".")

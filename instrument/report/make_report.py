@@ -17,6 +17,7 @@ from ..analysis.plot_data import short_names
 from ..analysis.run_history import METRICS
 from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.look import CATEGORIES, axis_name
+from ..storage.run_record import write_atomically
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import run_page, sweep_page
 from .panels import Panel
@@ -40,7 +41,7 @@ class Report:
             OSError: The file cannot be written.
         """
         file = Path(path)
-        file.write_text(self.html, encoding="utf-8")
+        write_atomically(file, self.html.encode())
         return file
 
     def _repr_html_(self) -> str:

@@ -114,7 +114,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         forward = f"forward, no training: {passes}"
     samples = f"{data['train_samples']:,}" if data.get("train_samples") else None
     if samples and forward is None:
-        samples += f" for training, {data['eval_samples']:,} for evaluation"
+        samples += f" for training, {data.get('eval_samples') or 0:,} for evaluation"
     origin, first = None, 0
     if replay:
         first, stop = replay["steps"]

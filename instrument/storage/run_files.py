@@ -16,6 +16,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..errors import InstrumentWarning, first_line
+from ..fields.pip_extras import DISTRIBUTION, installed_version
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import DEFAULT, STATISTICS
 from .blocks import BlockReader, Bytes, Place, binary_of, read_in_threads
@@ -37,6 +38,7 @@ from .parts import (
 )
 from .remote_folder import arrow_name, is_address, moved_to
 from .row_batches import as_table
+from .run_record import remove_wrong_types
 
 OPTIONAL_COLUMNS = {
     POSITION.name,
@@ -97,10 +99,11 @@ class RunFiles:
             info = None
         if not isinstance(info, dict):
             info = {}
-        info = {"status": "unknown", "seed": None, **info}
+        for problem in remove_wrong_types(info):
+            self._problem(path, f"{problem}: skipped")
+        info = {"seed": None, **info, "status": info.get("status") or "unknown"}
         for name in ("overrides", "metrics"):
-            if not isinstance(info.get(name), dict):
-                info[name] = {}
+            info[name] = info.get(name) or {}
         if not self._is_remote and (address := moved_to(info)) is not None:
             what = "files were moved to" if info.get("shared_folder", True) else "files of other machines are in"
             self._problem(path, f"{what} {address}: load this address to read all rows")
@@ -116,6 +119,8 @@ class RunFiles:
                 self._problem(file, "not a file of a run: skipped")
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
+        if not journals and self._lacks_parts(name) and self._has_ended() and self._lacks_parts(name):
+            self._problem(self.folder / name, "files of this table are missing")
         parts = self._parts(name)
         return list(parts.values()), [
             rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)
@@ -123,6 +128,22 @@ class RunFiles:
 
     def _parts(self, name: str) -> dict[Part, Path]:
         return {part: file for part, file in part_files(self.folder, name).items() if file not in self._damaged_files}
+
+    def _lacks_parts(self, name: str) -> bool:
+        """Return whether parts are missing: a run that ended has parts 0, 1, 2, ... of each table, also of those without rows."""
+        ends: dict[int, int] = {}
+        for part in (present := part_files(self.folder, name)):
+            if part.number > ends.get(part.rank, 0):
+                return True
+            ends[part.rank] = part.end
+        return not present
+
+    def _has_ended(self) -> bool:
+        """Return whether the run has files of all tables in this folder; those of other versions lack tables."""
+        info = self.info()
+        version = (info.get("versions") or {}).get("instrument")
+        is_complete = info["status"] in ("done", "stopped") and moved_to(info) is None
+        return is_complete and version == installed_version(DISTRIBUTION)
 
     def _unwritten(self, name: str) -> dict[Part, pa.Table]:
         """Return the rows of the journals of a table; empty for a remote run, since journals are not uploaded."""

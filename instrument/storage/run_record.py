@@ -1,4 +1,4 @@
-"""The record of a run, run.json: reading, writing, its final status, and the differences between two runs."""
+"""The record of a run, run.json: reading, atomic writing, its final status, and the differences between two runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ WEIGHTS = "weights.pt"  # File in the run folder: the final state dict of the mo
 Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"]
 # Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
 PREVIOUS_ATTEMPTS = ".aside"
+# The types of entries that readers rely on. Each may also be missing or null.
+_TYPES: dict[Any, str] = {
+    dict: "config config.model config.hooks overrides metrics data versions hardware replay advice init_from",
+    str: "name status started ended error device git_revision recording_stopped config.mode",
+    list: "command resumed",
+    int | float: "overhead data.train_samples data.eval_samples",
+}
 PACKAGES = ("torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 
 
@@ -35,7 +42,21 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
         raise ConfigError(Problem(where, message, given=str(path), allowed="the folder of a run")) from None
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
         raise ConfigError(Problem(where, "run.json was not written by this package", given=str(path)))
+    if problems := remove_wrong_types(record):
+        raise ConfigError(Problem(where, f"run.json: {problems[0]}", given=str(path)))
     return record
+
+
+def remove_wrong_types(record: dict[str, Any]) -> list[str]:
+    """Remove the entries of a record that have a wrong type, and return a message about each."""
+    problems = []
+    for types, keys in _TYPES.items():
+        for key in keys.split():
+            section, _, name = key.rpartition(".")
+            entries = (record.get(section) or {}) if section else record
+            if not isinstance(entries.get(name), types | None):
+                problems.append(f"{key} has a wrong type, {type(entries.pop(name)).__name__}")
+    return problems
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -56,10 +77,24 @@ def end_if_running(folder: Path, **entries: Any) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write a JSON file atomically: the previous file remains until the new one is complete."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
-    os.replace(temporary, path)
+    """Write a JSON file atomically."""
+    write_atomically(path, (json.dumps(record, indent=2, default=str) + "\n").encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file. The previous file remains until the new one is complete. A device such as `/dev/stdout` is written directly."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    file = path.resolve()  # of a symbolic link
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def final_entries(status: Status, error: BaseException | str | None) -> dict[str, Any]:

@@ -182,7 +182,10 @@ class Replay:
         self.hooks: dict[str, HookSpec] = {}
         self.left_out: list[str] = []
         starts = []
-        lead_in = range(window.start)
+        # If interventions depend on the values of earlier steps, the replay begins at the start.
+        steps = [] if run.depends_on_values else checkpoint_steps(run.folder)
+        self.begin = max((step for step in steps if step <= window.start), default=0)
+        lead_in = range(self.begin, window.start)
         # The order of the run, because hooks at the same tensor act in this order.
         for name in dict.fromkeys([*(name for name in original if name in given or name in before), *given]):
             spec = given.get(name)
@@ -213,9 +216,6 @@ class Replay:
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}
         self.counterfactual, self.first_step = changed, min(starts, default=None)
         self.changes_evaluation = bool(phases - {*STEP_PHASES})
-        # If interventions depend on the values of earlier steps, the replay begins at the start.
-        steps = [] if run.depends_on_values else checkpoint_steps(run.folder)
-        self.begin = max((step for step in steps if step <= window.start), default=0)
         self._repeat_changes()
 
     def _repeat_changes(self) -> None:

@@ -107,6 +107,33 @@ def test_predictions_equal_hand_written_code(
         assert rows["target_rank"][has_target].tolist() == ranks.tolist()
 
 
+def test_targets_of_a_decoder_are_its_own_tokens() -> None:
+    def stack() -> nn.Module:
+        return Calls(
+            lambda embed, block, input_ids: block(embed(input_ids)), embed=nn.Embedding(11, 5), block=residual()
+        )
+
+    def both(encoder: nn.Module, decoder: nn.Module, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        return encoder(input_ids=input_ids) + decoder(input_ids=decoder_input_ids)
+
+    model, source, answer = (
+        Calls(both, encoder=stack(), decoder=stack()),
+        torch.arange(4)[None],
+        torch.arange(5, 9)[None],
+    )
+    hooks = {
+        "residual": {**RECORD, "layers": "**.block"},
+        "tokens": {**RECORD, "layers": [".", "encoder", "decoder"], "kind": "forward_pre"},
+    }
+    with torch.no_grad(), instrument.attach(model, hooks) as probe:
+        probe.batch(ids=[0])
+        model(input_ids=source, decoder_input_ids=answer)
+        probe.end_step()
+    table = logit_lens(probe.run, nn.Linear(5, 11))
+    wanted = {layer: rows["target"].dropna().tolist() for layer, rows in table.groupby("layer")}
+    assert wanted == {"encoder.block": [1, 2, 3], "decoder.block": [6, 7, 8]}
+
+
 def test_output_layers_of_all_forms_are_equal(model: Model, run: instrument.Run) -> None:
     def lens(unembed: Any, norm: Any = None) -> pd.DataFrame:
         return logit_lens(run, unembed, norm=norm, layers=["blocks.1"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from run_folders import write_run
 from torch import nn
 
 import instrument
+from instrument import ConfigError, InstrumentWarning
 from instrument.analysis.run_history import history_of
-from instrument.report import make
+from instrument.report import Report, make
 from instrument.report.charts import metric_curves
+from instrument.storage.run_record import read_record
 
 ACTS = {"layers": "**", "kind": "forward", "action": "record"}
 GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}
@@ -36,6 +40,39 @@ def set_nan_at(at: int) -> Callable[[int, nn.Module], None]:
 def change_info(folder: Path, **info: Any) -> None:
     file = folder / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **info}))
+
+
+def test_entries_of_wrong_types_are_reported(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r", config={"model": {"_target_": "m"}}, used={"data": {"train_samples": 2}})
+    wrong = {"status": None, "started": 5, "config": [1], "replay": True, "command": {"a": 1}, "advice": "x"}
+    change_info(folder, **wrong, data={"train_samples": 3})
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match=r"run\.json: config has a wrong type, list: skipped"):
+        assert make(run).html
+    assert [problem.split()[1] for problem in run.problems] == ["config", "replay", "advice", "started", "command"]
+    assert run.info["status"] == "unknown"
+    with pytest.raises(ConfigError, match=r"run\.json: overhead has a wrong type, str"):
+        read_record(write_run(tmp_path / "s", used={"overhead": "1%"}), "resume")
+
+
+def test_full_disk_keeps_the_previous_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, write = tmp_path / "report.html", Path.write_bytes
+    file.write_text("previous")
+
+    def fail(path: Path, content: bytes) -> int:
+        write(path, content[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match=rf"No space left on device: '{file}'"):
+        Report("new").save(file)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["previous"]
+    monkeypatch.undo()
+    link = tmp_path / "link.html"
+    link.symlink_to(file)
+    Report("new").save(link)
+    assert link.is_symlink()
+    assert file.read_text() == "new"
 
 
 def test_last_step_is_kept_if_nothing_is_finite(tmp_path: Path) -> None:

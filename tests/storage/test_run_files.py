@@ -8,6 +8,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -479,3 +480,16 @@ def test_listed_file_that_is_missing_is_reported(tmp_path: Path) -> None:
     for query in (lambda: run.sql("select * from stats"), lambda: run.lazy("stats").collect()):
         with pytest.raises(InstrumentError, match=part.name):
             query()
+
+
+@pytest.mark.parametrize(("missing", "rows"), [("stats", 0), ("stats/part-0000-000001.parquet", 9)])
+def test_missing_files_of_a_finished_run_are_reported(tmp_path: Path, missing: str, rows: int) -> None:
+    info = {"versions": {"instrument": version("torch-instrument")}}
+    folder = write_steps(tmp_path / "run", map(rows_of, range(STEPS)), parts=(2, 5, 8), info=info)
+    complete = instrument.load(folder)
+    assert (len(complete.stats), len(complete.tensors()), complete.problems) == (STEPS, 0, [])
+    shutil.rmtree(folder / missing) if missing == "stats" else (folder / missing).unlink()
+    with pytest.warns(InstrumentWarning, match="stats: files of this table are missing"):
+        assert len(instrument.load(folder).stats) == rows
+    (folder / "run.json").write_text('{"status": "done", "versions": {"instrument": "0.1"}}')  # had other tables
+    assert len(instrument.load(folder).stats) == rows
