@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +9,7 @@ from pydantic import Field
 
 from ..config.rules import RangeRule
 from ..fields.field_types import Count, Index, NonNegative
-from .rule import Bounds, BoundsRule, Firing, extended
+from .rule import BoundsRule, Firing, extended
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
 REPLACED = 0.5  # of more than half of the weights in the first step
@@ -22,9 +21,8 @@ class UpdateRatioRule(RangeRule):
 
     About 1e-3 is usual (CS231n). Above 0.1, ten updates replace a weight completely. 6e-8 is the rounding unit of float32: smaller
     updates do not change a weight. An update of exactly zero is reported by `unchanged_parameter`. It also fires if the first step
-    replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left, and the loss does not
-    show that the training makes up for it: its mean in the later half of the steps before `start` is above the first loss. Weights that
-    start at zero have a ratio of 1, and do not count as replaced.
+    replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left. Weights that start
+    at zero have a ratio of 1, and do not count as replaced.
     A large ratio that halves does not count: small initial weights grow until their updates have a usual size.
     """
 
@@ -46,8 +44,6 @@ class UpdateRatio(BoundsRule[UpdateRatioRule], name="update_ratio"):
     def __init__(self, spec: UpdateRatioRule) -> None:
         super().__init__(spec)
         self._largest = np.zeros(0)  # the largest value at each location since the condition began to hold
-        self._replaced: Firing | None = None  # what the losses of the first steps decide
-        self._losses: list[float] = []
 
     def grow(self, count: int) -> None:
         super().grow(count)
@@ -56,19 +52,6 @@ class UpdateRatio(BoundsRule[UpdateRatioRule], name="update_ratio"):
     def selects(self, location: Location) -> bool:
         return location.role == "update" and not location.is_of_bias
 
-    def update(self, rows: StepRows) -> Iterator[Firing]:
-        yield from super().update(rows)
-        if self._replaced is not None and rows.is_training:
-            loss = rows.metric("loss")
-            self._losses.append(math.nan if loss is None else loss)
-            if len(self._losses) >= self.spec.start or math.isnan(self._losses[-1]):
-                later = float(np.mean(self._losses[len(self._losses) // 2 :]))
-                yield from [self._replaced] if not later <= self._losses[0] else []
-                self._replaced = None
-
-    def bounds(self) -> Bounds | None:
-        return super().bounds() if self._replaced is None else None
-
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         if rows.step == 0 and self.spec.above < REPLACED:
             values = self.values(rows, chosen)
@@ -76,7 +59,7 @@ class UpdateRatio(BoundsRule[UpdateRatioRule], name="update_ratio"):
             if 2 * replaced.sum() > len(values):
                 at, count = int(np.flatnonzero(replaced)[0]), replaced.sum()
                 text = f"the first update replaces {count} of {len(values)} weights: update_ratio {values[at]:.4g}"
-                self._replaced = Firing(text, float(values[at]), REPLACED, chosen.locations[at], self.too_large, step=0)
+                yield Firing(text, float(values[at]), REPLACED, chosen.locations[at], self.too_large)
         yield from super().check(rows, chosen)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
