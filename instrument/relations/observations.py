@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.jit._builtins import _get_builtin_table
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.utils.data import dataloader
+from torch.utils.data import SequentialSampler, dataloader
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock, graph_task
@@ -75,6 +75,7 @@ class LoaderBatch(NamedTuple):
         workers: The number of worker processes.
         batches: The number of batches of a pass; None if it is unknown, as for samplers that are not of PyTorch.
         may_repeat: Whether the sampler may give the same batch several times: it is not of PyTorch.
+        is_in_order: Whether the loader reads the samples of its dataset in their order, without shuffling.
         fingerprints: The fingerprints of the tensors.
         step: The training step that follows.
     """
@@ -84,6 +85,7 @@ class LoaderBatch(NamedTuple):
     workers: int
     batches: int | None
     may_repeat: bool
+    is_in_order: bool
     fingerprints: tuple[int, ...]
     step: int = -1
 
@@ -129,9 +131,11 @@ def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
     is_iterable = iterator._dataset_kind == dataloader._DatasetKind.Iterable
     may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
     batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
+    sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
+    is_in_order = not is_iterable and isinstance(sampler, SequentialSampler)
     prints = tuple(sampled_fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
     number, workers = iterator._num_yielded - 1, iterator._num_workers
-    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, prints)
+    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, is_in_order, prints)
 
 
 def _is_known(sampler: Any) -> bool:

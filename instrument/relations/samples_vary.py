@@ -29,6 +29,7 @@ class SamplesVary(Relation):
         self._mixed = 0  # those of several classes
         self._last = -1  # the last class
         self._returns = 0  # how often a class came again after another one
+        self._is_in_order = False  # whether the targets are those of a loader that does not shuffle
 
     def check(self) -> Iterator[Checked]:
         yield from self._check_classes()
@@ -66,6 +67,9 @@ class SamplesVary(Relation):
         targets = call.targets[call.targets != call.ignore_index]
         if len(targets) < MIN_OF_CLASS:
             return
+        if ordered := [batch for batch in self.training.batches if batch.is_in_order]:
+            fingerprint = sampled_fingerprint(call.targets)
+            self._is_in_order |= any(fingerprint in batch.fingerprints for batch in ordered)
         lowest, highest = (int(each) for each in targets.aminmax())
         if lowest == highest:
             self._returns += lowest in self._classes and lowest != self._last
@@ -75,8 +79,11 @@ class SamplesVary(Relation):
             self._mixed += 1
         count = self._classes.total()
         is_sorted = count >= 2 * self._mixed and self._returns < 2  # it also returns in the next epoch
-        if count >= TIMES_OF_CLASS and is_sorted and len(self._classes) > 1:
-            text = f"{count} of {count + self._mixed} checked batches have targets of one class, of {len(self._classes)} classes in all"
+        if count >= TIMES_OF_CLASS and is_sorted and self._is_in_order and len(self._classes) > 1:
+            of_all = f"{count} of {count + self._mixed} checked batches"
+            text = (
+                f"the data loader does not shuffle: {of_all} have targets of one class, of {len(self._classes)} classes"
+            )
             yield Checked(False, count, text)
 
 

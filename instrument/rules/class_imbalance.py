@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated
@@ -15,11 +16,14 @@ from .rule import TARGETS, Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
 MAX_CLASSES = 1000  # with more different targets, the task is not classification
+CHANCE = 1e-3  # of so many samples more by chance, in any pair of classes
 
 
 class ClassImbalanceRule(RuleBase):
     """The most frequent class has many more samples than the rarest one (SageMaker Debugger: ClassImbalance, 10), or all samples.
 
+    It fires if the ratio is larger by more than chance: of 100 classes with equally many samples, the first 500 samples have none of
+    some classes. The number of the most frequent one, among the samples of both, has a binomial distribution.
     It reads the targets of the table `samples`: those of batches in which a tensor is recorded, without `keep`, or all with
     `data.ids=all`.
     """
@@ -57,10 +61,16 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule], name="class_imbalance"):
             if len(ranked) == 1:
                 self._done = True
                 yield Firing(f"all {many:,} samples have class {most}", float(many), self.spec.above)
-            elif many / few > self.spec.above:
+            elif many / few > self.spec.above and self._chance(many, few) * len(ranked) ** 2 < CHANCE:
                 self._done = True
                 text = f"class {most} has {many:,} samples, class {rarest} has {few:,}"
                 yield Firing(text, many / few, self.spec.above)
+
+    def _chance(self, many: int, few: int) -> float:
+        """Return a bound of the probability of a number of samples of a class that is `above` times as frequent (Chernoff bound)."""
+        of_all, expected = many / (many + few), self.spec.above / (1 + self.spec.above)
+        information = of_all * math.log(of_all / expected) + (1 - of_all) * math.log((1 - of_all) / (1 - expected))
+        return math.exp(-(many + few) * information)
 
     def bounds(self) -> Bounds | None:
         if self._done:

@@ -66,8 +66,8 @@ class GrowthRule(LocatedRule[GrowthT]):
                 self._add(chosen.slots, chosen.values(column(self.statistics[0]), self.merge))
 
     def _add(self, slots: IndexArray, values: FloatArray) -> None:
-        """Add values [steps, slots], NaN for no value, and forget the oldest ones."""
-        known = ~np.isnan(values)
+        """Add values [steps, slots], NaN for no value, and forget the oldest ones. A norm that overflows is no reference."""
+        known = np.isfinite(values)
         if not known.all():
             for each, of_step in zip(values, known, strict=True):
                 self._add(slots[of_step], each[None, of_step])

@@ -256,8 +256,9 @@ class ReplicasEqual(RelationRule, name="replicas_equal"):
 class SamplesVary(RelationRule, name="samples_vary"):
     """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
 
-    It also fires if each batch has targets of a single class, and batches have different classes: the data are sorted by class. This
-    check takes at least 5 batches of 8 samples. Batches have to be random samples of the data (Bengio 2012, https://arxiv.org/abs/1206.5533).
+    It also fires if a PyTorch data loader without shuffling gives batches with targets of a single class, and batches have different
+    classes: the data are sorted by class. This check takes at least 5 batches of 8 samples. Batches have to be random samples of the data
+    (Bengio 2012, https://arxiv.org/abs/1206.5533). Batches that the loop or a sampler makes, such as those of one patient, do not count.
 
     Equal samples and equal batches are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch
     training, a constant input that is no batch of a loader, and one batch that the loop keeps on purpose are not reported.

@@ -5,29 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from ..config.rules import FractionRule
-from .rule import WEIGHTED, BoundsRule
-from .step_rows import BoolArray, Chosen, Location, RowLayout, StepRows
+from .dead_units import UnitsRule
+from .rule import WEIGHTED
+from .step_rows import BoolArray, Chosen, RowLayout, StepRows
 
 
-class SaturatedActivation(BoundsRule[FractionRule], name="saturated_activation"):
+class SaturatedActivation(UnitsRule[FractionRule], name="saturated_activation"):
     """The `saturated_fraction` of an output is large: Tanh, Sigmoid and similar functions pass no gradient there.
 
     The threshold is that of SageMaker Debugger (SaturatedActivation, `threshold_layer`). The output of the network does not count:
-    confident predictions saturate it.
+    confident predictions saturate it. Neither does a layer that becomes saturated after the loss has halved: gates open and close in a
+    network that has learned.
     """
 
     what = "saturated activation"
-    stage = "units"
     advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."
     requires = "an output (kind: forward) with the statistic saturated_fraction, such as hooks=dead_relu"
     statistics = ("saturated_fraction",)
-    merge = np.fmin
-
-    def selects(self, location: Location) -> bool:
-        return location.is_output
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        holds = super().holds(rows, chosen)
+        holds = super().holds(rows, chosen) & ((self._counts[chosen.slots] > 0) | (not self.has_learned(rows)))
         return holds & ~self._is_last(rows.layout, chosen) if holds.any() else holds
 
     @staticmethod

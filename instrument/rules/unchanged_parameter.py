@@ -53,7 +53,8 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         super().grow(count)
         self._previous = extended(self._previous, count, np.nan)
         self._is_update = np.array([location.role == "update" for location in self._slots])
-        parameters = {(each.layer, each.path): slot for each, slot in self._slots.items() if each.role == "param"}
+        slots = reversed(self._slots.items())  # of several hooks, the first one counts
+        parameters = {(each.layer, each.path): slot for each, slot in slots if each.role == "param"}
         self._parameter = np.array([parameters.get((each.layer, each.path), at) for each, at in self._slots.items()])
         of_updates = {(location.layer, location.path) for location in self._slots if location.role == "update"}
         has_update = [not of_updates or (location.layer, location.path) in of_updates for location in self._slots]
@@ -64,7 +65,8 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         previous, loss = self._previous[chosen.slots], rows.metric("loss")
         same = (values == previous).all(axis=1)
         has_changed = np.zeros(len(self._slots), np.bool_)
-        has_changed[chosen.slots] = ~same & ~np.isnan(previous).any(axis=1) & ~self._is_update[chosen.slots]
+        changed = ~same & ~np.isnan(previous).any(axis=1) & ~self._is_update[chosen.slots]
+        has_changed[self._parameter[chosen.slots[changed]]] = True
         self._previous[chosen.slots] = values
         is_update = self._is_update[chosen.slots]
         unchanged: BoolArray = np.where(is_update, values[:, 1] == 0, same)

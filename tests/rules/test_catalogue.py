@@ -129,7 +129,7 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         0.5,
     ),
     "loss_not_decreasing": (losses(*[2.3, 2.31] * 110), losses(*(3 / (step + 1) for step in range(220))), 199, 2.305),
-    "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, 0.9), losses(1.0, *[0.001] * 30, 0.02), 31, 0.9),
+    "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, *[0.9] * 20), losses(1.0, *[0.001] * 30, *[0.02] * 20), 31, 0.9),
     "overfit": (
         evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.6, 0.7, 0.8]),
         evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.5, 0.5, 0.5]),
@@ -304,6 +304,7 @@ def rates(*numbers: float) -> list[Step]:
     return [Step(lr=number) for number in numbers]
 
 
+LEARNED = 2.3, *[0.05, 0.06] * 15
 EPISODES = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
 
 
@@ -317,6 +318,7 @@ def biases(small: float) -> list[Step]:
     ]
 
 
+EXPLODING = values(GRADIENT, "l2", [*NOISE, 300.0])
 IMAGES = {**INPUT, "numel": 9, "module_type": "Conv2d", "layer": "a.b", "mean": 120.0, "std": 60.0}
 OF_CONVOLUTION = [{**CONV, "numel": 9, "layer": layer} for layer in ("a.b", "a")]
 WEIGHTS = {**OUTPUT, "layer": "b", "numel": 9, "path": "1", "std": 1e-5}
@@ -326,6 +328,11 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zeros are no reference of growth": ("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0]), 0),
     "rounding is no reference": ("exploding_gradient", biases(1e-7), 0),
     "small gradients of a bias that becomes the largest one": ("exploding_gradient", biases(1e-3), 1),
+    "norms that overflow are no reference": (
+        "exploding_gradient",
+        [Step(rows=[*step["rows"], {**GRADIENT, "layer": "b", "numel": 9, "l2": np.inf}]) for step in EXPLODING],
+        1,
+    ),
     "missing values are no reference": ("exploding_gradient", values(GRADIENT, "l2", [None, 1.0] * 15 + [500.0]), 1),
     "invalid rows of another rule": ("all_zero", values({**GRADIENT, "nan_count": 99}, "zero_fraction", [1.0] * 9), 0),
     "infinities may be a mask": ("all_zero", values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9), 1),
@@ -358,6 +365,16 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     ),
     "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
     "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
+    "saturated gates of a network that learns": (
+        "saturated_activation",
+        values(OUTPUT, "saturated_fraction", [0.2], loss=2.3) + values(OUTPUT, "saturated_fraction", [0.9] * 9, loss=1.1),
+        0,
+    ),
+    "gates saturated before": (
+        "saturated_activation",
+        values(OUTPUT, "saturated_fraction", [0.9], loss=2.3) + values(OUTPUT, "saturated_fraction", [0.9] * 9, loss=1.1),
+        1,
+    ),
     "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),
     "blocks limit their largest numbers": ("overflow", values(OUTPUT, "overflow_fraction", [0.01] * 9), 0),
     "large mean": ("input_not_normalized", inputs(1.2, 0.3), 1),
@@ -370,9 +387,14 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "positive loss": ("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300), 1),
     "loss that rises and falls": ("loss_not_decreasing", losses(*np.repeat(QUARTERS, 50)), 0),
     "loss that rises": ("loss_not_decreasing", losses(*np.repeat(sorted(QUARTERS), 50)), 1),
-    "losses of episodes, above 5 times the median": ("loss_spike", losses(*EPISODES, 108.0), 0),
-    "spike after episodes": ("loss_spike", losses(100.0, *EPISODES, 112.0), 1),
-    "losses of a policy that follow its returns": ("loss_spike", losses(*EPISODES, 112.0), 0),
+    "losses of episodes, above 5 times the median": ("loss_spike", losses(*EPISODES, *[108.0] * 20), 0),
+    "spike after episodes": ("loss_spike", losses(100.0, *EPISODES, *[112.0] * 20), 1),
+    "losses of a policy that follow its returns": ("loss_spike", losses(*EPISODES, *[112.0] * 20), 0),
+    "spike of one batch": ("loss_spike", losses(*LEARNED, 3.0, *[0.06] * 19), 0),
+    "loss of a new task": ("loss_spike", losses(*LEARNED, *(3.0 * 0.95**step for step in range(20))), 0),
+    "loss that falls to that of an untrained network": ("loss_spike", losses(*LEARNED, *[90.0] * 5, *[2.3] * 15), 1),
+    "loss that rises after a spike": ("loss_spike", losses(*LEARNED, *[1.2] * 9, *[1.4] * 11), 1),
+    "spike at once": ({"rule": "loss_spike", "for": 1}, losses(*LEARNED, 3.0, *[0.06] * 19), 1),
     "rate that falls in the first steps": ("zero_learning_rate", rates(*[0.1] * 6, *[1e-5] * 120), 1),
     "last steps of a schedule": ("zero_learning_rate", rates(*[0.1] * 90, *[1e-2] * 30, *[1e-4] * 80), 0),
     "warm-up, constant rate": ("zero_learning_rate", rates(*np.linspace(0.0, 0.1, 150), *[0.1] * 50), 0),
@@ -396,7 +418,7 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "policy of equal probabilities at first": ("loss_spike", losses(2.7e-8, 4.5e-9, 9e-4, -1e-3), 0),
     "policy gradient that is always rounding": ("loss_spike", losses(*[3e-8, -3e-8] * 15, 2e-4), 0),
     "first losses of both signs": ("loss_spike", losses(-1e-3, 2e-4, 5.0), 0),
-    "small losses": ("loss_spike", losses(1.0, *[1e-8] * 30, 2e-3, 0.6), 1),
+    "small losses": ("loss_spike", losses(1.0, *[1e-8] * 30, 2e-3, *[0.6] * 20), 1),
     "jump of the first losses": ("loss_spike", losses(2e-3, 1e-3, 5.0), 1),
     "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
     "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
@@ -502,7 +524,7 @@ def test_scale_of_the_loss_does_not_matter(scale: float) -> None:
         assert fired(rule, map(Step, gradients)) == []
     vanished = values(GRADIENT, "rms", [scale * 1e-9] * 4, loss=2.3 * scale)
     assert len(fired("vanishing_gradient", vanished)) == 1
-    (event,) = fired("loss_spike", losses(*(scale * loss for loss in [1.0, *[0.05, 0.06] * 15, 0.9])))
+    (event,) = fired("loss_spike", losses(*(scale * loss for loss in [1.0, *[0.05, 0.06] * 15, *[0.9] * 20])))
     assert event.value == pytest.approx(0.9 * scale)
 
 
@@ -543,11 +565,14 @@ def test_gradient_explodes_within_the_first_steps() -> None:
 def test_spike_of_a_signed_loss_is_compared_with_its_range() -> None:
     policy = [0.4, -0.3, 0.01, 1.1, -0.9, 0.2] * 8
     assert fired("loss_spike", losses(*policy, 4.0, *policy)) == []
-    (event,) = fired("loss_spike", losses(*policy, 40.0, *policy))
+    (event,) = fired({"rule": "loss_spike", "for": 1}, losses(*policy, 40.0, *policy))
     assert event.step == len(policy)
+    (event,) = fired("loss_spike", losses(*policy, *[40.0] * 20))
+    assert event.message.startswith("loss spike: at step 48: 40, far above its previous range -0.9 to 1.1; ")
+    assert event.message.endswith("the later half of 20 losses from it on has a median of 40")
     likelihood = [3.0 - 0.1 * step for step in range(60)]
     assert fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30)) == []
-    assert len(fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30, 5.0))) == 1
+    assert len(fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30, *[5.0] * 20))) == 1
 
 
 def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
@@ -560,6 +585,16 @@ def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
     )  # by less each time
     assert (event.step, event.threshold) == (5, 2.5e6)
     assert fired("loss_spike", losses(0.0, 1e-7, *(1e-7 * 100.0**power for power in range(1, 6)))) == []
+
+
+def test_classes_are_not_imbalanced_by_chance() -> None:
+    random = np.random.default_rng(0)
+    balanced = [Step(targets=random.integers(100, size=50).tolist()) for _ in range(40)]
+    counts = np.bincount(np.concatenate([step["targets"] for step in balanced[:10]]), minlength=100)
+    assert counts.max() > 10 * counts[counts > 0].min()
+    assert fired("class_imbalance", balanced) == []
+    rare = [Step(targets=[0] * 45 + [1] * 4 + [2] * (step % 2)) for step in range(60)]
+    assert len(fired("class_imbalance", rare)) == 1
 
 
 def test_samples_of_one_class_are_imbalanced() -> None:

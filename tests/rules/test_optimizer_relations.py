@@ -781,6 +781,7 @@ def test_layers_that_are_skipped_in_recorded_steps_have_changed(role: str) -> No
     optimizer = sgd(model)
     hook = {"layers": "2", "kind": "step_post", "action": "record", "every": 2}
     hooks = {"updates": {**hook, "role": "update"}, "weights": {**hook, "role": role}}
+    hooks["means"] = {**hook, "role": "param", "stats": ["mean"]}  # as of another hook set
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks, optimizer=optimizer) as probe:
         for step, batch in enumerate(BATCHES):
             loss = loss_of(model, batch) if step % 2 else loss_of(model[0], batch)

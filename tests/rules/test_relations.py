@@ -21,7 +21,16 @@ from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import instrument
@@ -867,16 +876,21 @@ def test_number_of_targets_does_not_move_them() -> None:
         ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
-def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int]) -> None:
-    batches = [(torch.randn(8, 5), torch.arange(8) % 6 if kind is None else torch.full((8,), kind)) for kind in order]
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int], is_loaded: bool) -> None:
+    """Those of a loop or a sampler may be samples of a group, such as a patient with one diagnosis."""
+    kinds = [torch.arange(8) % 6 if kind is None else torch.full((8,), kind) for kind in order]
+    data = TensorDataset(torch.randn(8 * len(order), 5), torch.cat(kinds))
+    grouped = BatchSampler([*range(len(data))], 8, drop_last=True)
+    loaded = DataLoader(data, 8) if is_loaded else DataLoader(data, batch_sampler=grouped)
     optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
-        for batch in batches:
+        for batch in loaded:
             optimizer.zero_grad()
             class_loss(model, batch).backward()
             optimizer.step()
             probe.end_step()
-    assert violations(probe) == [("samples_vary", step) for step in steps]
+    assert violations(probe) == [("samples_vary", step) for step in steps if is_loaded]
 
 
 @pytest.mark.spread(3)
