@@ -414,11 +414,14 @@ def languages(count: int, kinds: int, length: int = 17) -> tuple[Tensor, Tensor]
         is_regular = (torch.rand(len(rows)) < 0.92) | (torch.arange(len(rows)) >= count)
         rows[:, time] = torch.where(is_regular, followers[language, rows[:, time - 1]], rows[:, time])
     rows[:, 0] = language
-    return (NUMBERS + rows).split([count, 300])  # type: ignore[return-value]
+    rows = NUMBERS + rows
+    return rows[:count], rows[count:]
 
 
 class Retention(Attention):
     """Products of queries and keys that decay with their distance, normalized for each head and position."""
+
+    decays: Tensor
 
     def __init__(self, size: int, has_mask: bool) -> None:
         super().__init__(size)
@@ -581,7 +584,7 @@ class MergedLinear(nn.Module):
 def merged_adapters(fault: str = "") -> Tensor:
     rows, others = stream(20 * 600).view(600, 20), stream(40 * 1200).view(1200, 40)[:, ::2]
     model = Decoder(VOCABULARY)
-    optimizer = Adam(model.parameters(), lr=3e-3)
+    optimizer: Optimizer = Adam(model.parameters(), lr=3e-3)
     pretrain(optimizer, (next_token_loss(model, batch) for (batch,) in islice(batches(rows, size=16), 150)))
     model.requires_grad_(False)
     for block in model.blocks:
