@@ -8,6 +8,7 @@ exploding gradients, dead units, and losses that oscillate or hardly decrease.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -31,6 +32,8 @@ FAR = 1000
 1 / (1 - 0.999)."""
 PARTS: tuple[Part, ...] = get_args(Part)
 FORWARD, LOSS, BACKWARD, UPDATE = range(len(PARTS))
+IS_TARGET = re.compile(r"\.\[(.*[._])?(label|target)s?(\..*)?\] input ")
+"""The label of a location that is an argument of the model with the targets, as the models of transformers and torchvision have one."""
 PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
@@ -312,8 +315,11 @@ class _Timeline:
         """Return the part of a training step in which to look for the cause of a leading event.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
+        A model computes its loss from an argument such as `labels`.
         """
         part, _ = self.position(event)
+        if IS_TARGET.match(event.location or ""):
+            return "loss"
         is_later = self.onset(event) > 0 and not _is_of_program(event)
         return PARTS[BACKWARD if part == UPDATE and is_later else part]
 

@@ -128,8 +128,17 @@ def _as_text(value: Any) -> str | None:
     return None
 
 
+def other_modes(layers: Layers) -> dict[str, dict[str, str]]:
+    """Return the mode of each module that is not in that of its parent, such as a frozen one, as the setting `training`; also that of a
+    root in evaluation mode."""
+    modes = {layer.name: layer.module.training for layer in layers}
+    parents = {name: modes.get(name.rpartition(".")[0], True) if name else True for name in modes}
+    return {name: {"training": str(mode)} for name, mode in modes.items() if mode != parents[name]}
+
+
 class LossOperators(HookGroup):
-    """The operators in the backward graphs of the losses of a step, while it is attached, and the parameters that are equal before it.
+    """The operators in the backward graphs of the losses of a step, while it is attached, the modes of modules at the first of these, and
+    the parameters that are equal before the step.
 
     It is the first loss of `note` before a `backward`. Without one, these are the losses of all calls of `backward` that reach a
     parameter of the model, before PyTorch frees what they saved, and equal graphs, such as those of accumulated gradients, count once.
@@ -142,6 +151,7 @@ class LossOperators(HookGroup):
         self._noted: _Operators = Counter()
         self._graphs: list[_Operators] = []
         self._equal: dict[str, dict[str, str]] = {}
+        self._modes: dict[str, dict[str, str]] = {}
 
     def attach(self) -> None:
         self._equal = equal_parameters(self._layers)
@@ -154,6 +164,7 @@ class LossOperators(HookGroup):
         """Note a loss that the loop passes."""
         if isinstance(loss, Tensor) and not (self._noted or self._graphs):
             self._noted, _ = _operators(loss, self._owners)
+            self._modes = other_modes(self._layers)
 
     def _on_backward(self, loss: Tensor) -> None:
         is_observed = self.clock.moment.phase == "train" and not (self.clock.closed or self._noted)
@@ -161,6 +172,7 @@ class LossOperators(HookGroup):
             return
         operators, parameters = _operators(loss, owners := self._owners)
         if operators not in self._graphs and not owners.keys().isdisjoint(map(id, parameters)):
+            self._modes = self._modes if self._graphs else other_modes(self._layers)
             self._graphs.append(operators)
 
     @property
@@ -178,12 +190,14 @@ class LossOperators(HookGroup):
         `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them. `no_grad.AddmmBackward0`
         is how many of them have an input without a gradient. Operators that multiply or divide the complete loss are apart, such as
         `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss has a graph, or one
-        has more than 10,000 nodes. With them are the settings of `equal_parameters`.
+        has more than 10,000 nodes. With them are the settings of `equal_parameters` and `other_modes`.
         """
         kinds: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for (layer, name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
             kinds[layer, name][arguments] += count
-        texts = {layer: {**equal} for layer, equal in self._equal.items()}
+        texts: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for layer, own in (*self._equal.items(), *self._modes.items()):
+            texts[layer] |= own
         parts = LOSS, GRAPH, NO_GRAD
         for (layer, name), counts in sorted(
             kinds.items(), key=lambda kind: (parts.index(kind[0][1].partition(".")[0]), kind[0])
@@ -191,7 +205,7 @@ class LossOperators(HookGroup):
             listed = ", ".join(
                 f"{count}{arguments and f' ({arguments})'}" for arguments, count in sorted(counts.items())
             )
-            texts.setdefault(layer, {})[name] = listed if len(counts) <= MAX_KINDS else str(counts.total())
+            texts[layer][name] = listed if len(counts) <= MAX_KINDS else str(counts.total())
         return texts
 
 

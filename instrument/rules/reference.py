@@ -281,7 +281,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     def _is_detached(self, settings: ModuleSettings, rows: StepRows) -> bool:
         """Return whether graphs differ in what is detached or rounded, and each output that the healthy runs recorded is there.
 
-        A detached tensor is an input without a gradient of the operator that uses it, and what computes it is not in the graph.
+        A detached tensor is an input without a gradient of the operator that uses it, and what computes it is not in the graph. If this
+        operator is not in it either, fewer parameters have a gradient, although the loss and all of the forward pass are usual.
         """
         healthy = self.reference.settings
         operators: Counter[str] = Counter()  # how many more there are than in the healthy runs
@@ -305,7 +306,19 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         is_other_input = len(signs) == 1 and any(
             (change < 0) in signs for change in without_gradient.values() if change
         )
-        return (is_flat or is_other_input) and bool(expected) and expected <= {*map(key_of, rows.layout.locations)}
+        is_cut = signs == {False} and operators["AccumulateGrad"] < 0 and self._is_usual(rows)
+        return (
+            (is_flat or is_other_input or is_cut)
+            and bool(expected)
+            and expected <= {*map(key_of, rows.layout.locations)}
+        )
+
+    def _is_usual(self, rows: StepRows) -> bool:
+        """Return whether the loss and the values of the forward pass are within their ranges."""
+        if (chosen := self.choose(rows.layout)) is None or not self._has_usual_loss(rows):
+            return False
+        outside = np.flatnonzero(self.holds(rows, chosen))
+        return not any(chosen.locations[at].kind.startswith("forward") for at in outside)
 
     def _has_usual_loss(self, rows: StepRows) -> bool:
         """Return whether the loss is within its range."""

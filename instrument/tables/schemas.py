@@ -350,11 +350,12 @@ for _table in (
             hooks | list<string> | | hooks that match it
             settings | map<string, string> | | at the end of the first step: its public attributes that are numbers, names or
                 functions; dtype and shape of its parameters, the optimizer of each (`none` or `frozen` without one), and the first
-                parameter to which it is equal before the first step, such as `weight.equals`, unless it is constant; the
-                number of each operator of the backward graphs that uses its parameters, or follows it, with its arguments and the
-                number by which it multiplies or divides, such as `graph.AddmmBackward0`, and how many have an input without a
-                gradient, such as `no_grad.AddmmBackward0`; in the row of the root also the settings of the optimizers, such as
-                `optimizer.lr`, and the operators after the last layers, such as `loss.NllLossBackward0`
+                parameter to which it is equal before the first step, such as `weight.equals`, unless it is constant; `training` of
+                a module in another mode than its parent, such as a frozen one, at the first loss; the number of each operator of the
+                backward graphs that uses its parameters, or follows it, with its arguments and the number by which it multiplies or
+                divides, such as `graph.AddmmBackward0`, and how many have an input without a gradient, such as `no_grad.AddmmBackward0`;
+                in the row of the root also the settings of the optimizers, such as `optimizer.lr`, and the operators after the last
+                layers, such as `loss.NllLossBackward0`
             """
         ),
     ),

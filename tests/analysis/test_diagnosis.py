@@ -88,6 +88,10 @@ def test_order_of_a_training_step_decides_within_a_step(places: list[str], first
     ("hook", "place", "part"),
     [
         (RECORD, "linear0 output", "forward"),
+        ({**RECORD, "kind": "forward_pre"}, ".[pixel_values] input", "forward"),
+        ({**RECORD, "kind": "forward_pre"}, ".[labels] input", "loss"),  # the model computes its loss from it
+        ({**RECORD, "kind": "forward_pre"}, ".[class_labels.0] input", "loss"),
+        ({**RECORD, "kind": "forward_pre"}, "labels.[0] input", "forward"),  # of a layer with this name
         ({**RECORD, "kind": "tensor"}, "linear0 output", "backward"),  # the gradient of the output
         ({**RECORD, "kind": "step_post", "role": "param_grad"}, "linear0.weight param_grad", "backward"),
         ({**RECORD, "kind": "step_post", "role": "state.exp_avg"}, "linear0.weight state.exp_avg", "update"),

@@ -192,6 +192,23 @@ def test_parameters_that_are_equal_before_the_first_step_are_settings() -> None:
     assert equal == {"3.weight.equals": "0.weight", "6.weight.equals": "0.weight"}
 
 
+@pytest.mark.parametrize("passes_loss", [False, True])
+def test_mode_of_a_layer_that_is_not_that_of_its_parent_at_the_loss_is_a_setting(passes_loss: bool) -> None:
+    """A layer in the mode of its parent has none, and neither has a root in training mode."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Linear(2, 1), nn.Dropout())
+    model[0].eval()
+    model[0][1].train()
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
+        loss = model(torch.ones(3, 2)).sum()
+        if not passes_loss:
+            loss.backward()
+            model.eval()  # such as for an evaluation before the end of the step
+        probe.end_step(loss=loss if passes_loss else None)
+        settings = dict(zip(probe.layers["layer"], probe.layers["settings"], strict=True))
+    modes = {layer: dict(own)["training"] for layer, own in settings.items() if "training" in dict(own)}
+    assert modes == {"0": "False", "0.1": "True"}
+
+
 def test_conjugate_and_negated_parameters_are_equal_to_their_values() -> None:
     values = torch.complex(torch.arange(6.0), -torch.arange(6.0)).conj()
     model = nn.ParameterList([values, values.resolve_conj(), values.imag, torch.arange(6.0)])

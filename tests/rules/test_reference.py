@@ -660,6 +660,8 @@ class _Branches(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+        for each in (self.left, self.right):
+            nn.init.ones_(each.weight)  # without the right one, the loss is a quarter
         self.graph = nn.Parameter(torch.zeros(2))  # also the name of operators
         self._how = how  # not a setting
 
@@ -669,6 +671,10 @@ class _Branches(nn.Module):
         right = self.right(x)
         if self._how == "unused":
             return self.left(x)
+        if self._how == "added to the values":  # the graph lacks the sum, too
+            left = self.left(x)
+            left.data.add_(right.detach())
+            return left
         change = {"detached": torch.Tensor.detach, "rounded": torch.round}.get(self._how)
         return self.left(x) + (right if change is None else change(right))
 
@@ -677,18 +683,19 @@ class _Branches(nn.Module):
     ("", "detached", "right.graph.AccumulateGrad missing; 2", "backward"),
     ("detached", "", "right.graph.AccumulateGrad 2; missing", "backward"),
     ("", "rounded", "loss.RoundBackward0 1; missing", "backward"),
+    ("", "added to the values", "right.graph.AccumulateGrad missing; 2", "backward"),
     ("", "unused", "right.graph.AccumulateGrad missing; 2", "forward"),
     ("", "left out", "right.graph.AccumulateGrad missing; 2", "forward"),
 ])  # fmt: skip
 def test_layers_without_gradients_are_detached_or_not_used(
     tmp_path: Path, usual: str, how: str, first: str, part: Part
 ) -> None:
-    for seed in range(2):
+    for seed in range(5):
         torch.manual_seed(seed)
-        train_steps(_Branches(usual), HOOKS, torch.randn(4, 16, 4), out=tmp_path / str(seed), rules=None)
+        train_steps(_Branches(usual), HOOKS, torch.randn(4, 512, 4), out=tmp_path / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
     with pytest.warns(instrument.InstrumentWarning, match="other setting( of gradients)?: at step 0"):
-        probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 16, 4), rules=rules)
+        probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 512, 4), rules=rules)
     finding = probe.findings.iloc[0]
     assert finding["value"].startswith(first)
     assert finding["advice"] == ReferenceRanges.advice_in[part]
