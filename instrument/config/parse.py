@@ -247,7 +247,7 @@ def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> lis
 
 def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
-    loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
+    loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]|^(bool|int|float|str)$", str(part))]
     key = ".".join([part for part in (where, *loc) if part])
     if kind == "extra_forbidden":
         owners = [name for name, spec in ACTIONS.items() if len(loc) == 1 and loc[0] in fields_of(spec)]

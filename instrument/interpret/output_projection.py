@@ -156,18 +156,13 @@ def _next(tokens: Array, positions: Sequence[int]) -> Array:
 
 
 def _recorded_tokens(run: Run, recorded: Recorded, of: str, streams: Features, shape: tuple[int, ...]) -> Array | None:
-    """Return the recorded token ids of the samples; None if they were not recorded for all of them.
-
-    Those of the innermost module that contains the layer `of` are preferred: a decoder has other tokens than its model.
-    """
+    """Return the recorded token ids of the samples; None if they were not recorded for all of them."""
     inputs = run.read("tensors", ["layer", "hook", "path", "role", "dtype", "source_shape"])
     is_integer = inputs["dtype"].str.startswith(("int", "uint")) & (inputs["role"] == "input")
     places = inputs[is_integer][["layer", "hook", "path"]].drop_duplicates().itertuples(index=False, name=None)
-
-    def order(place: tuple[str, str, str]) -> int:
-        return place[2] != TOKENS or -len(place[0]) * f"{of}.".startswith(f"{place[0]}.")
-
-    tried = product(sorted(places, key=order), dict.fromkeys((None, recorded.call)))
+    # Those of the innermost module around the layer `of` first: a decoder has other tokens than its model.
+    ordered = sorted(places, key=lambda at: at[2] != TOKENS or -len(at[0]) * f"{of}.".startswith(f"{at[0]}."))
+    tried = product(ordered, dict.fromkeys((None, recorded.call)))
     for (layer, hook, path), call in tried:
         try:
             features = replace(recorded, hook=hook, role="input", path=path, call=call).read(run, layer or ".")

@@ -141,9 +141,8 @@ class RunFiles:
     def _has_ended(self) -> bool:
         """Return whether the run has files of all tables in this folder; those of other versions lack tables."""
         info = self.info()
-        version = (info.get("versions") or {}).get("instrument")
         is_complete = info["status"] in ("done", "stopped") and moved_to(info) is None
-        return is_complete and version == installed_version(DISTRIBUTION)
+        return is_complete and (info.get("versions") or {}).get("instrument") == installed_version(DISTRIBUTION)
 
     def _unwritten(self, name: str) -> dict[Part, pa.Table]:
         """Return the rows of the journals of a table; empty for a remote run, since journals are not uploaded."""
