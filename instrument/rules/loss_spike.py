@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -20,16 +20,12 @@ SUDDEN = 1000.0  # how many times the largest previous loss, before the median o
 ROUNDING = 2.0**-20
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
-FALL = 0.99  # of the mean of the losses from a jump on, as in `loss_not_decreasing`
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
 class LossSpikeRule(WindowRule):
-    """The training loss is far above the median of the previous losses, undoes half of what was learned, and does not recover.
+    """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
-    A single batch, new data, such as those of another task, and a higher learning rate also make the loss jump, but the training then
-    learns again: the median of the later half of the `for` losses from the jump on is 1% below the mean of the earlier half, and
-    below the first loss.
     It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
     learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
@@ -45,13 +41,10 @@ class LossSpikeRule(WindowRule):
         "the range of the previous losses.",
     )
     after: Count = Field(20, description="How many previous losses have to exist.")
-    for_: Count = Field(
-        20, alias="for", description="How many losses show whether it recovers; 1 reports a jump at once."
-    )
 
 
 class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
-    saved = ("losses", "first", "lowest", "holds", "spike", "since")
+    saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
     stage = "divergence"
     evidence = "loss"
@@ -64,8 +57,6 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         self._first: float | None = None
         self._lowest = 0.0  # of all losses; losses that were never negative have a floor
         self._holds = False
-        self._spike: list[Any] = []  # the text, the loss, the bound and the step of a jump that is not decided
-        self._since: list[float] = []  # the losses from it on
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         loss = rows.metric("loss")
@@ -74,27 +65,12 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         if not rows.is_training or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first
-        is_sudden = len(self._losses) < self.spec.after
         exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
         self._lowest = min(self._lowest, loss)
         self._losses.append(loss)
         held, self._holds = self._holds, exceeded is not None
-        if exceeded is not None and not held and not self._spike:
-            self._spike = [exceeded.text, exceeded.value, exceeded.threshold, rows.step]
-        if self._spike:
-            self._since.append(loss)
-            if is_sudden or len(self._since) >= self.spec.for_:
-                yield from self._decide()
-
-    def _decide(self) -> Iterator[Firing]:
-        (text, value, bound, step), since, self._spike, self._since = self._spike, self._since, [], []
-        half = len(since) // 2
-        later = float(np.median(since[half:]))  # a mean follows single batches
-        if not half:
-            yield Firing(text, value, bound, step=step)
-        elif self._first is not None and later >= min(FALL * float(np.mean(since[:half])), self._first):
-            text += f"; the later half of {len(since)} losses from it on has a median of {later:.4g}"
-            yield Firing(text, value, bound, step=step)
+        if exceeded is not None and not held:
+            yield exceeded
 
     def _exceeded(self, loss: float) -> Firing | None:
         largest = max(map(abs, self._losses), default=0.0)
@@ -122,7 +98,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         return Firing(f"{loss:.4g}, {loss / median:,.0f} times its median {median:.4g}", loss, bound)
 
     def bounds(self) -> Bounds | None:
-        if self._first is None or self._holds or self._spike:
+        if self._first is None or self._holds:
             return None
         if self._lowest < 0:
             lowest = self._lowest - (max(self._losses) - min(self._losses))

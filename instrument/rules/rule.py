@@ -54,7 +54,6 @@ class Firing:
         location: Where; None for the run as a whole, or a layer as a whole.
         what: A short description; empty for that of the rule.
         layer: The name of the layer if there is no location. Default: None, the run as a whole.
-        step: The earlier step in which it began, if later steps decide. Default: None, the step of the rows.
     """
 
     text: str
@@ -63,7 +62,6 @@ class Firing:
     location: Location | None = None
     what: str = ""
     layer: str | None = None
-    step: int | None = None
 
 
 class Rule(ABC):

@@ -145,12 +145,11 @@ class RuleSet:
         warns = {"warn", "stop", "prune"} & {action for action in self.specs[name].then if isinstance(action, str)}
         severity = "warning" if warns and not is_note and not self._written[key] else "info"
         where = "" if location is None else f" in {location}"
-        step, when = (rows.step, rows.when) if firing.step is None else (firing.step, f"at step {firing.step}")
         what = firing.what or getattr(self._rules[name], "what", name)
         event = RuleEvent(
             name,
-            step,
-            f"{what}: {when}{where}: {firing.text}",
+            rows.step,
+            f"{what}: {rows.when}{where}: {firing.text}",
             severity,
             firing.layer if location is None else location.layer,
             None if location is None else str(location),
