@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -24,9 +24,10 @@ SLACK = 4.0  # how many times smaller than the smallest loss of the window the n
 
 
 class LossSpikeRule(WindowRule):
-    """The training loss is far above the median of the previous losses, and undoes half of what was learned.
+    """The training loss is far above the median of the previous losses, and undoes half of what was learned, also in the next losses.
 
-    It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
+    A single batch with a large loss undoes nothing. The first losses of a training that rise by orders of magnitude are reported at once.
+    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
     learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
@@ -41,10 +42,13 @@ class LossSpikeRule(WindowRule):
         "the range of the previous losses.",
     )
     after: Count = Field(20, description="How many previous losses have to exist.")
+    for_: Count = Field(
+        3, alias="for", description="How many losses in succession are above the bound of the first one."
+    )
 
 
 class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
-    saved = ("losses", "first", "lowest", "holds")
+    saved = ("losses", "first", "lowest", "holds", "jump", "times")
     what = "loss spike"
     stage = "divergence"
     evidence = "loss"
@@ -57,6 +61,8 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         self._first: float | None = None
         self._lowest = 0.0  # of all losses; losses that were never negative have a floor
         self._holds = False
+        self._jump: list[Any] = []  # the text, the loss and the bound of a jump that is not decided
+        self._times = 0  # how many losses are above this bound
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         loss = rows.metric("loss")
@@ -65,12 +71,22 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         if not rows.is_training or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first
+        is_sudden = len(self._losses) < self.spec.after
         exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
         self._lowest = min(self._lowest, loss)
         self._losses.append(loss)
         held, self._holds = self._holds, exceeded is not None
-        if exceeded is not None and not held:
-            yield exceeded
+        if self._jump and loss > self._jump[2]:
+            self._times += 1
+        elif exceeded is not None and not held:
+            self._jump, self._times = [exceeded.text, exceeded.value, exceeded.threshold], 1
+        else:
+            self._jump = []
+        if self._jump and self._times >= (1 if is_sudden else self.spec.for_):
+            (text, value, bound), self._jump = self._jump, []
+            if self._times > 1:
+                text = f"{self._times} losses above {bound:.4g}; the first one was {text}"
+            yield Firing(text, value, bound)
 
     def _exceeded(self, loss: float) -> Firing | None:
         largest = max(map(abs, self._losses), default=0.0)
@@ -98,7 +114,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         return Firing(f"{loss:.4g}, {loss / median:,.0f} times its median {median:.4g}", loss, bound)
 
     def bounds(self) -> Bounds | None:
-        if self._first is None or self._holds:
+        if self._first is None or self._holds or self._jump:
             return None
         if self._lowest < 0:
             lowest = self._lowest - (max(self._losses) - min(self._losses))

@@ -129,7 +129,7 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         0.5,
     ),
     "loss_not_decreasing": (losses(*[2.3, 2.31] * 110), losses(*(3 / (step + 1) for step in range(220))), 199, 2.305),
-    "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, 0.9), losses(1.0, *[0.001] * 30, 0.02), 31, 0.9),
+    "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, *[0.9] * 3), losses(1.0, *[0.001] * 30, *[0.02] * 3), 33, 0.9),
     "overfit": (
         evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.6, 0.7, 0.8]),
         evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.5, 0.5, 0.5]),
@@ -386,9 +386,11 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "positive loss": ("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300), 1),
     "loss that rises and falls": ("loss_not_decreasing", losses(*np.repeat(QUARTERS, 50)), 0),
     "loss that rises": ("loss_not_decreasing", losses(*np.repeat(sorted(QUARTERS), 50)), 1),
-    "losses of episodes, above 5 times the median": ("loss_spike", losses(*EPISODES, 108.0), 0),
-    "spike after episodes": ("loss_spike", losses(100.0, *EPISODES, 112.0), 1),
-    "losses of a policy that follow its returns": ("loss_spike", losses(*EPISODES, 112.0), 0),
+    "losses of episodes, above 5 times the median": ("loss_spike", losses(*EPISODES, *[108.0] * 3), 0),
+    "spike after episodes": ("loss_spike", losses(100.0, *EPISODES, *[112.0] * 3), 1),
+    "losses of a policy that follow its returns": ("loss_spike", losses(*EPISODES, *[112.0] * 3), 0),
+    "single batch": ("loss_spike", losses(1.0, *[0.05, 0.06] * 15, 3.0, 0.9, *[0.05] * 9), 0),
+    "single batch, at once": ({"rule": "loss_spike", "for": 1}, losses(1.0, *[0.05, 0.06] * 15, 3.0, 0.05), 1),
     "rate that falls in the first steps": ("zero_learning_rate", rates(*[0.1] * 6, *[1e-5] * 120), 1),
     "last steps of a schedule": ("zero_learning_rate", rates(*[0.1] * 90, *[1e-2] * 30, *[1e-4] * 80), 0),
     "warm-up, constant rate": ("zero_learning_rate", rates(*np.linspace(0.0, 0.1, 150), *[0.1] * 50), 0),
@@ -412,7 +414,7 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "policy of equal probabilities at first": ("loss_spike", losses(2.7e-8, 4.5e-9, 9e-4, -1e-3), 0),
     "policy gradient that is always rounding": ("loss_spike", losses(*[3e-8, -3e-8] * 15, 2e-4), 0),
     "first losses of both signs": ("loss_spike", losses(-1e-3, 2e-4, 5.0), 0),
-    "small losses": ("loss_spike", losses(1.0, *[1e-8] * 30, 2e-3, 0.6), 1),
+    "small losses": ("loss_spike", losses(1.0, *[1e-8] * 30, 2e-3, *[0.6] * 3), 1),
     "jump of the first losses": ("loss_spike", losses(2e-3, 1e-3, 5.0), 1),
     "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
     "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
@@ -518,7 +520,7 @@ def test_scale_of_the_loss_does_not_matter(scale: float) -> None:
         assert fired(rule, map(Step, gradients)) == []
     vanished = values(GRADIENT, "rms", [scale * 1e-9] * 4, loss=2.3 * scale)
     assert len(fired("vanishing_gradient", vanished)) == 1
-    (event,) = fired("loss_spike", losses(*(scale * loss for loss in [1.0, *[0.05, 0.06] * 15, 0.9])))
+    (event,) = fired("loss_spike", losses(*(scale * loss for loss in [1.0, *[0.05, 0.06] * 15, *[0.9] * 3])))
     assert event.value == pytest.approx(0.9 * scale)
 
 
@@ -559,11 +561,14 @@ def test_gradient_explodes_within_the_first_steps() -> None:
 def test_spike_of_a_signed_loss_is_compared_with_its_range() -> None:
     policy = [0.4, -0.3, 0.01, 1.1, -0.9, 0.2] * 8
     assert fired("loss_spike", losses(*policy, 4.0, *policy)) == []
-    (event,) = fired("loss_spike", losses(*policy, 40.0, *policy))
-    assert event.step == len(policy)
+    assert fired("loss_spike", losses(*policy, 40.0, *policy)) == []
+    (event,) = fired("loss_spike", losses(*policy, 40.0, 50.0, 60.0, *policy))
+    assert (event.step, event.value) == (len(policy) + 2, 40.0)
+    text = "3 losses above 10.11; the first one was 40, far above its previous range -0.9 to 1.1"
+    assert event.message == f"loss spike: at step 50: {text}"
     likelihood = [3.0 - 0.1 * step for step in range(60)]
     assert fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30)) == []
-    assert len(fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30, 5.0))) == 1
+    assert len(fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30, *[5.0] * 3))) == 1
 
 
 def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
