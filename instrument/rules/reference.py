@@ -26,6 +26,7 @@ from .reference_ranges import (
     MEAN_LOSS,
     METRICS,
     NO_GRAD,
+    RATIOS,
     SMALL_RATE,
     STARTS,
     ModuleSettings,
@@ -66,6 +67,10 @@ class ReferenceRule(PersistentRule):
     normal distribution, and so has that of a softmax, which falls with each difference of scores. One run has no standard deviation: its
     margin is the larger of its own range and a factor of 4, 0.3 for a fraction, and the largest absolute value for the others. The
     numbers are decisions of this package.
+
+    Many locations that are beyond the ranges, but within the margins, are reported too: if the root mean square of the excess of the
+    locations of the forward pass, of gradients, or of parameters and updates is above a third of the margin. A location counts with its
+    largest excess, at most three margins, and there have to be four of them.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
     known. The learning rate, which nothing in its step changes, is compared in each step: with that of the same step, if several runs
@@ -120,11 +125,15 @@ class ReferenceRule(PersistentRule):
 
 
 NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repeated input"
+IN_MANY_PLACES = "outside of the ranges in many places"
 OF_GRADIENTS = f"{OTHER_SETTING} of gradients"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
 FLAT = [f"{name}Backward0" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign")]  # their gradients are zero
 FLOOR = 1.25  # a smaller factor is not a difference
+# Of the locations of a part of a step, in margins: the root mean square of the excess that is reported, the largest one of a location that
+# counts, and how many locations there have to be. With it, 23 of 793 healthy trainings have an event of a location, and 20 without it.
+EXCESS, MAX_EXCESS, MANY = 1 / 3, 3.0, 4
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
@@ -147,22 +156,19 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     }
     requires = "locations of the reference"
     further_statistics = ("fingerprint",)
-    saved = ("counts", "times", "phase", "losses")
+    saved = ("counts", "times", "phase", "losses", "times_near")
 
     def __init__(self, spec: ReferenceRule) -> None:
         super().__init__(spec)
         self.reference = spec.reference
         names = spec.stats or self.reference.statistics
         self.statistics = tuple(name for name in names if name not in METRICS)
-        low, high = self.reference.limits(self.statistics, spec.margin)
-        one_more = [(0, 1), (0, 0), (0, 0)]
-        smallest, largest = self.reference.ranges(self.statistics)
-        is_moving = np.fmax.reduce(largest, axis=2) > FLOOR * np.fmin.reduce(smallest, axis=2)
-        is_bias = np.array([key[3] == "param" and "bias" in key[4] for key in self.reference.index], np.bool_)
-        low[is_moving & is_bias[:, None]] = -np.inf
-        self._low = np.pad(low, one_more, constant_values=np.inf)
-        self._high = np.pad(high, one_more, constant_values=-np.inf)
+        self._is_ratio = np.array([name in RATIOS for name in self.statistics], np.bool_)
+        self._low, self._high = self._limits_with(spec.margin)
+        self._smallest, self._largest = self._limits_with(0.0)
+        self._near = self._limits_with(EXCESS * spec.margin)  # within them, no part of a step has a large excess
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
+        self._part_of_slot = np.zeros(0, np.int64)
         self._prints = np.zeros(
             (0, 2)
         )  # the smallest and largest fingerprint of each slot in the last of the first steps
@@ -174,6 +180,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             for number, name in enumerate(metrics)
         }
         self._times: Counter[str] = Counter()  # how often in succession metrics were outside, by phase and name
+        self._times_near: Counter[str] = Counter()  # the same of a large excess, by phase and part of a step
         self._phases = {phase for *_, phase in self.reference.locations if self.statistics}
         self._hooks_of_parameters = {
             (hook, kind, role, phase) for hook, _, kind, role, _, phase in self.reference.locations if role == "param"
@@ -182,6 +189,16 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._losses: list[float] = [0, 0.0]  # of this phase of training: their number and sum
         self._has_read = False
         self.settings: ModuleSettings | None = None  # those of the run, until they are compared
+
+    def _limits_with(self, margin: float) -> tuple[FloatArray, FloatArray]:
+        """Return the limits, those of a parameter that no healthy run has last; float64 [locations + 1, statistics, phases + 1]."""
+        low, high = self.reference.limits(self.statistics, margin)
+        one_more = [(0, 1), (0, 0), (0, 0)]
+        smallest, largest = self.reference.ranges(self.statistics)
+        is_moving = np.fmax.reduce(largest, axis=2) > FLOOR * np.fmin.reduce(smallest, axis=2)
+        is_bias = np.array([key[3] == "param" and "bias" in key[4] for key in self.reference.index], np.bool_)
+        low[is_moving & is_bias[:, None]] = -np.inf
+        return np.pad(low, one_more, constant_values=np.inf), np.pad(high, one_more, constant_values=-np.inf)
 
     def selects(self, location: Location) -> bool:
         hook, _, kind, role, _, phase = key = key_of(location)
@@ -201,6 +218,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         super().grow(count)
         index = self.reference.index
         self._of_slot = np.array([index.get(key_of(location), NOT_IN_REFERENCE) for location in self._slots], np.int64)
+        self._part_of_slot = np.array([*map(_part_of, self._slots)], np.int64)
         self._prints = extended(self._prints, count, math.nan)
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
@@ -366,6 +384,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         yield from super().check(rows, chosen)
+        if self.spec.margin and self._counts.max() < self.spec.for_:  # no location was reported
+            yield from self._check_parts(rows, chosen)
+        else:
+            self._times_near.clear()
         if rows.step < FIRST_STEPS and not self.spec.stats:
             # Of several calls in a step, one may have the same input in each step.
             prints = np.stack([chosen.values(rows.column("fingerprint"), each) for each in (np.fmin, np.fmax)], axis=1)
@@ -374,6 +396,46 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                     text = f"it has the bits of the step before; they differ in {self._healthy_runs}"
                     yield Firing(text, 1.0, location=location, what=REPEATED)
             self._prints[chosen.slots] = prints
+
+    def _check_parts(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        """Yield a firing for each part of a step with a large excess at many locations."""
+        excess = self._excess(rows, chosen)
+        largest = np.fmax.reduce(abs(excess), axis=1)
+        for far in np.flatnonzero(largest > EXCESS):
+            if self.is_frozen(chosen.locations[far]):
+                largest[far] = np.nan
+        parts = np.where(np.isnan(largest), -1, self._part_of_slot[chosen.slots])
+        for part in range(3):
+            key, of = f"{rows.phase} {part}", np.flatnonzero(parts == part)
+            mean = math.sqrt(np.square(largest[of]).mean()) if len(of) >= MANY else 0.0
+            if mean <= EXCESS:
+                del self._times_near[key]
+                continue
+            self._times_near[key] += 1
+            if self._times_near[key] == self.spec.for_:
+                at = int(of[largest[of].argmax()])
+                statistic = int(np.nanargmax(abs(excess[at])))
+                side, name = int(excess[at, statistic] > 0), self.statistics[statistic]
+                value = float(self._values(rows, chosen, (np.fmin, np.fmax)[side])[at, statistic])
+                limit = float(self._limits(chosen.slots)[side][at, statistic])
+                healthy = self._range(name, int(self._of_slot[chosen.slots[at]]), self._phase)
+                text = f"{name} {value:.4g}; {healthy}; {mean:.2g} margins beyond the ranges, the root mean square of {len(of)} locations"
+                yield Firing(text, value, limit, chosen.locations[at], IN_MANY_PLACES)
+
+    def _excess(self, rows: StepRows, chosen: Chosen) -> FloatArray:
+        """Return by how many margins statistics are above their ranges, negative below, NaN without one; [chosen locations, statistics]."""
+        at, sides = self._of_slot[chosen.slots], list[FloatArray]()
+        ranges = (self._smallest, self._low), (self._largest, self._high)
+        with np.errstate(all="ignore"):  # the logarithm of zero, ranges that are missing
+            for merge, limits, outside in zip((np.fmin, np.fmax), ranges, self._outside(rows, chosen), strict=True):
+                numbers = self._values(rows, chosen, merge), *(each[at, :, self._phase] for each in limits)
+                value, end, limit = (np.where(self._is_ratio, np.log(each), each) for each in numbers)
+                excess = np.fmax((value - end) / (limit - end), 0.0)
+                sides.append(np.where(outside & (excess == 0), MAX_EXCESS, np.minimum(excess, MAX_EXCESS)))
+        below, above = sides
+        has_range = np.isfinite(self._largest[at, :, self._phase])
+        signed: FloatArray = np.where(has_range, np.where(above > below, above, -below), np.nan)
+        return signed
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         below, above = self._outside(rows, chosen)
@@ -394,13 +456,13 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         return np.stack([chosen.values(rows.column(name), merge) for name in self.statistics], axis=1)
 
     def bounds(self) -> list[Bounds] | None:
-        if self._any:
+        if self._any or self._times_near:
             return None
         if self._phase == self._low.shape[2] - 1:
             return []  # the reference has ended
         if not (self._phases or self._has_read):
             return [Bounds("loss" if name == MEAN_LOSS else name, np.inf) for _, name in self._metrics]
-        low, high = self._limits()
+        low, high = (each[self._of_slot, :, self._phase] for each in self._near)
         last = int(STARTS[self._phase + 1]) - 1
         of_statistics = [Bounds(name, low[:, of], high[:, of], last=last) for of, name in enumerate(self.statistics)]
         of_metrics = [
@@ -455,6 +517,12 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             raise ConfigError(Problem(f"rules.{self.spec.name}.from", message, list(self.spec.from_), fix=fix))
         super().load_state_dict(state)
         self._has_read = state["has_read"]
+
+
+def _part_of(location: Location) -> int:
+    """Return 0 for a location of the forward pass, 1 for a gradient, 2 for a parameter, an update or a state."""
+    is_of_update = location.role in ("param", "update") or location.role.startswith("state.")
+    return 1 if location.is_gradient else 2 * is_of_update
 
 
 def _count(listed: str) -> int:

@@ -284,12 +284,15 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         if not (self._any or holds.any()):
             return
         for at in np.flatnonzero(holds):  # a layer may have been frozen since `selects`
-            holds[at] = not (chosen.locations[at].is_of_parameter and chosen.locations[at].layer in self.frozen_layers)
+            holds[at] = not self.is_frozen(chosen.locations[at])
         counts = np.where(holds, self._counts[chosen.slots] + 1, 0)
         self._counts[chosen.slots] = counts
         self._any = bool(self._counts.any())
         for at in np.flatnonzero(counts == self.times_needed(chosen.slots)):
             yield self.firing(rows, chosen, int(at))
+
+    def is_frozen(self, location: Location) -> bool:
+        return location.is_of_parameter and location.layer in self.frozen_layers
 
     def times_needed(self, slots: IndexArray) -> int | IndexArray:  # noqa: ARG002
         """Return how often in succession the condition has to hold: one number, or one for each location."""

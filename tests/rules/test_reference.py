@@ -170,6 +170,56 @@ def test_location_recorded_at_fewer_steps_has_to_be_outside_at_each(tmp_path: Pa
     assert fired(entry, stepped([9.0] * (recorded - 1) + [1.0])) == []
 
 
+def in_layers(values: Sequence[float]) -> list[dict[str, Any]]:
+    return [
+        {**OUTPUT, "layer": f"l{at}", "numel": 9, "nan_count": 0, "inf_count": 0, "rms": each}
+        for at, each in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("margins", "more", "count"),
+    [
+        ((0.5, 0.5, 0.0, 0.0), {}, 1),  # the root mean square is 0.354 margins, above 1 / 3
+        ((0.45, 0.45, 0.0, 0.0), {}, 0),  # 0.318
+        ((-0.7, 0.0, 0.0, 0.0), {}, 1),  # 0.35, below the range
+        ((0.9, 0.9, 0.9), {}, 0),  # three locations
+        ((0.5, 0.5, 0.5, 0.5, 1.01), {}, 0),  # one location is reported instead
+        ((0.5, 0.5, 0.0, 0.0), {"margin": 2}, 0),
+        ((0.5, 0.5, 0.0, 0.0), {"for": 3}, 0),
+        ((0.5, 0.5, 0.0, 0.0), {"margin": 0, "for": 3}, 0),
+    ],
+)
+def test_many_locations_within_the_margin_are_reported_together(
+    tmp_path: Path, margins: Sequence[float], more: Mapping[str, Any], count: int
+) -> None:
+    for at, value in enumerate([1.0, 2.0]):
+        rows = [{"step": step, **each} for step in range(4) for each in in_layers([value] * len(margins))]
+        write_run(tmp_path / str(at), rows={"stats": rows})
+    low, high = (float(each[0, 0, 0]) for each in make_reference(tmp_path).limits(["rms"], 1.0))
+    values = [2 * (high / 2) ** each if each > 0 else low**-each for each in margins]
+    usual = [1.5] * len(margins)
+    rows = [Step(rows=in_layers(each), step=at, loss=1.0) for at, each in enumerate([values, usual, values, values])]
+    entry = {"rule": "reference", "from": str(tmp_path), **more}
+    events: list[RuleEvent] = []
+    first, second = (rule_set({"r": entry}, events) for _ in range(2))
+    feed(first, rows[:3], with_numbers=True)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    feed(second, rows[3:], with_numbers=True)
+    together = [
+        event for event in events if event.message.startswith("outside of the ranges in many places: at step 3 in l0 ")
+    ]
+    assert len(together) == count
+    assert events == fired(entry, rows, with_numbers=False)
+    for event in together:
+        mean = np.sqrt(np.mean(np.square(margins)))
+        assert (
+            f"1 to 2 in 2 healthy runs; {mean:.2g} margins beyond the ranges, the root mean square of 4 locations"
+            in event.message
+        )
+        assert (event.value, event.threshold) == (values[0], pytest.approx(high if margins[0] > 0 else low))
+
+
 def test_rule_compares_by_step_and_ends_with_the_reference(tmp_path: Path) -> None:
     write_values(tmp_path / "a", {"rms": [1.0, 2.0, 4.0]}, every=10)  # steps 0, 10 and 20, until step 22
     entry = {"from": str(tmp_path), "margin": 0, "for": 1}
