@@ -24,10 +24,10 @@ SLACK = 4.0  # how many times smaller than the smallest loss of the window the n
 
 
 class LossSpikeRule(WindowRule):
-    """The training loss is far above the median of the previous losses, and undoes half of what was learned, also in the next losses.
+    """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
-    A single batch with a large loss undoes nothing. The first losses of a training that rise by orders of magnitude are reported at once.
-    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
+    A single batch with a large loss undoes nothing, so `for` losses in succession have to be above the bound of the first one. The loss is
+    also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
     learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
