@@ -14,12 +14,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
-from ..hooks.hook_group import HookGroup, InertWhenCopied, StepPostHooks, SuspendableHooks
+from ..hooks.hook_group import HookGroup, InertWhenCopied, StepPostHooks
 from ..rules.step_rows import RelationRow
-from ..runtime.lazy_compiler import run_outside_of_graphs
+from ..runtime.lazy_compiler import has_compiled, run_outside_of_graphs
 from .exchange import has_processes
 from .observations import (
     BATCHES,
@@ -63,10 +64,9 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         checked = (name for name in sorted(names) if clock.rank == 0 or RELATIONS[name].on_all_ranks)
         self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
-        self._next = sys.maxsize  # the next step after the current one that is checked, or precedes a checked one
-        self._may_rest = False  # whether the current step is neither
+        self._next = sys.maxsize  # the next checked step after the current one
         self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
-        self._of_steps = SuspendableHooks(may_suspend=True)  # the hooks of the steps of optimizers
+        self._of_steps: dict[RemovableHandle, Callable[..., None]] = {}  # the hooks of the steps of optimizers
         self._observed = HookGroup((), clock)  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
         self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
@@ -88,9 +88,8 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         for optimizer in training.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.register_after_step(optimizer)
-        self._of_steps = SuspendableHooks(may_suspend=True)
-        for handle in self.handles[of_model:]:
-            self._of_steps.add(handle)
+        of_steps = ((handle, handle.hooks_dict_ref()) for handle in self.handles[of_model:])
+        self._of_steps = {handle: hooks[handle.id] for handle, hooks in of_steps if hooks}
         if "batches" in sources:
             BATCHES.add(self._on_batch)
         for relation in self._relations.values():
@@ -101,12 +100,14 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         """Begin to observe losses and gradients before the first of several checked steps. End it after the last one."""
         training, offset = self.training, step - (self._first or 0)
         is_checked = _is_checked(offset)
-        self._next = step + next(
-            n for n in range(1, EVERY + 1) if _is_checked(offset + n) or _is_checked(offset + n + 1)
-        )
-        # Processes may make local steps.
-        self._may_rest = not (is_checked or _is_checked(offset + 1) or has_processes())
-        self._rests = False
+        self._next = step + next(ahead for ahead in range(1, EVERY + 1) if _is_checked(offset + ahead))
+        self._rests = not (is_checked or has_processes())  # processes may make local steps
+        # Compiled code that calls another hook would be compiled again.
+        is_idle = self._rests and not has_compiled()
+        for handle, hook in self._of_steps.items():
+            if (hooks := handle.hooks_dict_ref()) and handle.id in hooks:
+                # The key stays, since PyTorch may iterate over the hooks: a step may end in one, and another may call the model.
+                hooks[handle.id] = _do_nothing if is_idle else hook
         if is_checked == training.is_checked:
             return
         training.is_checked = is_checked
@@ -136,8 +137,6 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         phase = clock.moment.phase
         if self._rests and phase == "train" and module.training:
             return
-        if phase == "train":
-            self._rest()
         training = self.training
         is_evaluation = phase == "eval" or (phase == "train" and not (module.training or torch.is_grad_enabled()))
         if is_evaluation and not is_compiling():
@@ -148,18 +147,6 @@ class RelationSet(InertWhenCopied, StepPostHooks):
             training.is_local = not wrapper.require_backward_grad_sync
         if training.is_checked and phase == "train" and len(training.inputs) < _MAX_CALLS and not is_compiling():
             training.inputs.append(ModelCall(training.signature, args, kwargs))
-
-    def _rest(self) -> None:
-        """Suspend the hooks of the steps of optimizers if the current step may rest. Resume them if it may not.
-
-        They change in a call of the model: a step may end in a hook of an optimizer, while PyTorch iterates over its hooks. They
-        resume before the checked step, since an optimizer may call the model after the hooks before its step.
-        """
-        self._rests = self._may_rest
-        if self._rests:
-            self._of_steps.suspend()
-        else:
-            self._of_steps.resume()
 
     def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
         if not is_compiling() and self.training.is_checked:
@@ -263,7 +250,11 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
 
 
-for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet.after_step):
+def _do_nothing(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    pass
+
+
+for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet.after_step, _do_nothing):
     run_outside_of_graphs(_hook)
 
 

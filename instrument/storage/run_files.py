@@ -139,9 +139,9 @@ class RunFiles:
         return not present
 
     def _has_ended(self) -> bool:
-        """Return whether the run has files of all tables in this folder; those of other versions lack tables."""
+        """Return whether the run has files of all tables in this folder; those of other versions, and after a full disk, lack tables."""
         info = self.info()
-        is_complete = info["status"] in ("done", "stopped") and moved_to(info) is None
+        is_complete = info["status"] in ("done", "stopped") and not (info.get("recording_stopped") or moved_to(info))
         return is_complete and (info.get("versions") or {}).get("instrument") == installed_version(DISTRIBUTION)
 
     def _unwritten(self, name: str) -> dict[Part, pa.Table]:

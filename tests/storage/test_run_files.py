@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import random
@@ -491,5 +492,7 @@ def test_missing_files_of_a_finished_run_are_reported(tmp_path: Path, missing: s
     shutil.rmtree(folder / missing) if missing == "stats" else (folder / missing).unlink()
     with pytest.warns(InstrumentWarning, match="stats: files of this table are missing"):
         assert len(instrument.load(folder).stats) == rows
-    (folder / "run.json").write_text('{"status": "done", "versions": {"instrument": "0.1"}}')  # had other tables
-    assert len(instrument.load(folder).stats) == rows
+    for other in ({"versions": {"instrument": "0.1"}}, {**info, "recording_stopped": "the disk is full"}):
+        (folder / "run.json").write_text(json.dumps({"status": "done", **other}))
+        run = instrument.load(folder)
+        assert (len(run.stats), run.problems) == (rows, [])
