@@ -27,6 +27,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 from ..config.experiment import CompileConfig
 from ..config.hook_specs import graph_obstacle, graph_problems
 from ..errors import raise_problems
+from ..formatting import counted
 from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe
 from ..runtime.lazy_compiler import compiler_imported
@@ -92,7 +93,7 @@ def reported_graph_breaks(probe: Probe) -> Iterator[None]:
     yield
     breaks = _graph_breaks() - before
     if reasons := [f"{count} x {_first_line(reason)}" for reason, count in breaks.items()]:
-        probe.event("graph_break", f"{breaks.total()} graph breaks: {'; '.join(reasons)}", severity="info")
+        probe.event("graph_break", f"{counted(breaks.total(), 'graph break')}: {'; '.join(reasons)}", severity="info")
 
 
 def _first_line(reason: str) -> str:
