@@ -20,6 +20,7 @@ SUDDEN = 1000.0  # how many times the largest previous loss, before the median o
 ROUNDING = 2.0**-20
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
+LATER = "losses above"  # in the text about several losses, of which the last one is that of the event
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
@@ -27,8 +28,8 @@ class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned, also in the next losses.
 
     A single batch with a large loss undoes nothing. The first losses of a training that rise by orders of magnitude are reported at once.
-    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
-    learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
+    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing
+    was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
     times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once.
@@ -52,7 +53,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
     what = "loss spike"
     stage = "divergence"
     evidence = "loss"
-    advice = "Look at the batch of this step, lower the learning rate, or clip gradients."
+    advice = "Look at the batch with which the loss jumps, lower the learning rate, or clip gradients."
     requires = "the loss, which the loop passes to end_step"
 
     def __init__(self, spec: LossSpikeRule) -> None:
@@ -85,7 +86,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         if self._jump and self._times >= (1 if is_sudden else self.spec.for_):
             (text, value, bound), self._jump = self._jump, []
             if self._times > 1:
-                text = f"{self._times} losses above {bound:.4g}; the first one was {text}"
+                text = f"{self._times} {LATER} {bound:.4g}; the first one was {text}"
             yield Firing(text, value, bound)
 
     def _exceeded(self, loss: float) -> Firing | None:
