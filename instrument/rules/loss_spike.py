@@ -27,14 +27,14 @@ SLACK = 4.0  # how many times smaller than the smallest loss of the window the n
 class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned, also in the next losses.
 
-    A single batch with a large loss undoes nothing. The first losses of a training that rise by orders of magnitude are reported at once.
-    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing
-    was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
-    losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
-    range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
-    times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once.
-    Losses up to 1e-6 are no reference there, and not if a loss was negative: they are the rounding of terms that cancel, as in a policy
-    gradient with normalized advantages and equal probabilities.
+    A single batch with a large loss undoes nothing; after one, NaN and infinity are above the bound, too. The first losses of a training
+    that rise by orders of magnitude are reported at once. The loss is also above twice the largest of the last `after` losses, since some
+    losses vary a lot, such as those of episodes. Nothing was learned while the median is not below the first loss, as in the training of
+    a policy, whose loss follows its returns. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore
+    refers to the difference from the median and to the range of the window; so it does after a rollout, since the targets of a critic
+    move. Before `after` losses exist, a loss above 1000 times the largest previous one (of at least two, none of them negative), or above
+    1e6 times the first two, is reported at once. Losses up to 1e-6 are no reference there, and not if a loss was negative: they are the
+    rounding of terms that cancel, as in a policy gradient with normalized advantages and equal probabilities.
     """
 
     factor: Annotated[float, Field(gt=1)] = Field(
@@ -69,15 +69,16 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         loss = rows.metric("loss")
         if rows.phase == "rollout":
             self._lowest = min(self._lowest, -math.ulp(0.0))
-        if not rows.is_training or loss is None or not math.isfinite(loss):
+        if not rows.is_training or loss is None:
             return
-        self._first = loss if self._first is None else self._first
-        is_sudden = len(self._losses) < self.spec.after
-        exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
-        self._lowest = min(self._lowest, loss)
-        self._losses.append(loss)
-        held, self._holds = self._holds, exceeded is not None
-        if self._jump and loss > self._jump[2]:
+        held, is_sudden, exceeded = self._holds, len(self._losses) < self.spec.after, None
+        if math.isfinite(loss):
+            self._first = loss if self._first is None else self._first
+            exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
+            self._lowest = min(self._lowest, loss)
+            self._losses.append(loss)
+            self._holds = exceeded is not None
+        if self._jump and not loss <= self._jump[2]:  # also NaN
             self._times += 1
         elif exceeded is not None and not held:
             self._jump, self._times = [exceeded.text, exceeded.value, exceeded.threshold], 1
