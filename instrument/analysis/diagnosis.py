@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..config.rules import RULES
+from ..rules.loss_spike import LATER
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_SETTING
 from ..rules.reference_ranges import MEAN_LOSS, METRICS, STARTS, phase_of
@@ -266,6 +267,8 @@ class _Timeline:
     def _delay(self, event: RuleEvent) -> int:
         """Return how many steps before its event a problem of a rule, or one that is recorded with it, can have begun."""
         facts = self._facts.get(event.rule, NO_FACTS)
+        if event.location is None and LATER in event.message:
+            return facts.times - 1
         if event.message.startswith(OTHER_SETTING) or (event.location is None and facts.stage != "reference"):
             return 0
         every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}

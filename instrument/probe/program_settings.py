@@ -130,8 +130,8 @@ def _as_text(value: Any) -> str | None:
 
 def other_modes(layers: Layers) -> dict[str, dict[str, str]]:
     """Return the mode of each module that is not in that of its parent, such as a frozen one, as the setting `training`; also that of a
-    root in evaluation mode."""
-    modes = {layer.name: layer.module.training for layer in layers}
+    root in evaluation mode. A module of `torch.jit.freeze` has no mode."""
+    modes = {layer.name: layer.module.training for layer in layers if hasattr(layer.module, "training")}
     parents = {name: modes.get(name.rpartition(".")[0], True) if name else True for name in modes}
     return {name: {"training": str(mode)} for name, mode in modes.items() if mode != parents[name]}
 

@@ -75,8 +75,9 @@ class LoaderBatch(NamedTuple):
         workers: The number of worker processes.
         batches: The number of batches of a pass; None if it is unknown, as for samplers that are not of PyTorch.
         may_repeat: Whether the sampler may give the same batch several times: it is not of PyTorch.
-        is_in_order: Whether the loader reads the samples of its dataset in their order, without shuffling.
         fingerprints: The fingerprints of the tensors.
+        in_order: Those of the tensors of one number for each sample, as int64 [samples], if the loader reads the samples of its dataset
+            in their order, without shuffling.
         step: The training step that follows.
     """
 
@@ -85,8 +86,8 @@ class LoaderBatch(NamedTuple):
     workers: int
     batches: int | None
     may_repeat: bool
-    is_in_order: bool
     fingerprints: tuple[int, ...]
+    in_order: tuple[int, ...]
     step: int = -1
 
 
@@ -133,9 +134,12 @@ def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
     batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
     sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
     is_in_order = not is_iterable and isinstance(sampler, SequentialSampler)
-    prints = tuple(sampled_fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
+    tensors = [tensor for _, tensor in iter_tensors(batch) if is_readable(tensor)]
+    labels = [each for each in tensors if is_in_order and each.ndim and each.numel() == len(each)]
+    in_order = tuple(sampled_fingerprint(each.flatten().long()) for each in labels if not each.is_complex())
     number, workers = iterator._num_yielded - 1, iterator._num_workers
-    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, is_in_order, prints)
+    prints = tuple(map(sampled_fingerprint, tensors))
+    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, prints, in_order)
 
 
 def _is_known(sampler: Any) -> bool:

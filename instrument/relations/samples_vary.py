@@ -67,9 +67,9 @@ class SamplesVary(Relation):
         targets = call.targets[call.targets != call.ignore_index]
         if len(targets) < MIN_OF_CLASS:
             return
-        if ordered := [batch for batch in self.training.batches if batch.is_in_order]:
-            fingerprint = sampled_fingerprint(call.targets)
-            self._is_in_order |= any(fingerprint in batch.fingerprints for batch in ordered)
+        if any(batch.in_order for batch in self.training.batches):
+            fingerprint = sampled_fingerprint(call.targets.long())
+            self._is_in_order |= any(fingerprint in batch.in_order for batch in self.training.batches)
         lowest, highest = (int(each) for each in targets.aminmax())
         if lowest == highest:
             self._returns += lowest in self._classes and lowest != self._last

@@ -20,14 +20,15 @@ SUDDEN = 1000.0  # how many times the largest previous loss, before the median o
 ROUNDING = 2.0**-20
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
+LATER = "losses above"  # in the text about several losses, of which the last one is that of the event
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
 class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
-    A single batch with a large loss undoes nothing, so `for` losses in succession have to be above the bound of the first one. The loss is
-    also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
+    A single batch with a large loss undoes nothing, so `for` losses in succession have to be above the bound of the first one, as NaN is.
+    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
     learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
@@ -52,7 +53,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
     what = "loss spike"
     stage = "divergence"
     evidence = "loss"
-    advice = "Look at the batch of this step, lower the learning rate, or clip gradients."
+    advice = "Look at the batch with which the loss jumps, lower the learning rate, or clip gradients."
     requires = "the loss, which the loop passes to end_step"
 
     def __init__(self, spec: LossSpikeRule) -> None:
@@ -68,15 +69,16 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         loss = rows.metric("loss")
         if rows.phase == "rollout":
             self._lowest = min(self._lowest, -math.ulp(0.0))
-        if not rows.is_training or loss is None or not math.isfinite(loss):
+        if not rows.is_training or loss is None:
             return
-        self._first = loss if self._first is None else self._first
-        is_sudden = len(self._losses) < self.spec.after
-        exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
-        self._lowest = min(self._lowest, loss)
-        self._losses.append(loss)
-        held, self._holds = self._holds, exceeded is not None
-        if self._jump and loss > self._jump[2]:
+        held, is_sudden, exceeded = self._holds, len(self._losses) < self.spec.after, None
+        if math.isfinite(loss):
+            self._first = loss if self._first is None else self._first
+            exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
+            self._lowest = min(self._lowest, loss)
+            self._losses.append(loss)
+            self._holds = exceeded is not None
+        if self._jump and not loss <= self._jump[2]:  # also NaN
             self._times += 1
         elif exceeded is not None and not held:
             self._jump, self._times = [exceeded.text, exceeded.value, exceeded.threshold], 1
@@ -85,7 +87,7 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
         if self._jump and self._times >= (1 if is_sudden else self.spec.for_):
             (text, value, bound), self._jump = self._jump, []
             if self._times > 1:
-                text = f"{self._times} losses above {bound:.4g}; the first one was {text}"
+                text = f"{self._times} {LATER} {bound:.4g}; the first one was {text}"
             yield Firing(text, value, bound)
 
     def _exceeded(self, loss: float) -> Firing | None:

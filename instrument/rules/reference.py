@@ -70,7 +70,7 @@ class ReferenceRule(PersistentRule):
 
     Many locations that are beyond the ranges, but within the margins, are reported too: if the root mean square of the excess of the
     locations of the forward pass, of gradients, or of parameters and updates is above a third of the margin. A location counts with its
-    largest excess, at most three margins, and there have to be four of them.
+    largest excess, at most three margins, and there have to be four of them. The margin of one run is no measure of such an excess.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
     known. The learning rate, which nothing in its step changes, is compared in each step: with that of the same step, if several runs
@@ -166,7 +166,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._is_ratio = np.array([name in RATIOS for name in self.statistics], np.bool_)
         self._low, self._high = self._limits_with(spec.margin)
         self._smallest, self._largest = self._limits_with(0.0)
-        self._near = self._limits_with(EXCESS * spec.margin)  # within them, no part of a step has a large excess
+        self._has_parts = bool(spec.margin) and len(self.reference.about["runs"]) > 1
+        # Within these limits, no part of a step has a large excess.
+        self._near = self._limits_with(EXCESS * spec.margin) if self._has_parts else (self._low, self._high)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
         self._part_of_slot = np.zeros(0, np.int64)
         self._prints = np.zeros(
@@ -384,7 +386,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         yield from super().check(rows, chosen)
-        if self.spec.margin and self._counts.max() < self.spec.for_:  # no location was reported
+        if self._has_parts and self._counts.max() < self.spec.for_:  # no location was reported
             yield from self._check_parts(rows, chosen)
         else:
             self._times_near.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ def test_setup_precedes_the_divergence_and_its_consequences() -> None:
         ["input_not_normalized@linear0", "loss_spike", "dead_units@act0", "loss_not_decreasing"]
     ]
     assert grouped(*events[1:]) == [["loss_spike", "dead_units@act0", "loss_not_decreasing"]]
+
+
+def test_spike_of_several_losses_began_with_the_first_one() -> None:
+    gradient, spike = event("exploding_gradient", 11, "act0 grad_output"), event("loss_spike", 12)
+    assert grouped(gradient, spike) == [["exploding_gradient@act0", "loss_spike"]]
+    several = replace(
+        spike, message="loss spike: at step 12: 3 losses above 2; the first one was 9, 5 times its median 2"
+    )
+    assert grouped(gradient, several) == [["loss_spike", "exploding_gradient@act0"]]
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,15 @@ def test_mode_of_a_layer_that_is_not_that_of_its_parent_at_the_loss_is_a_setting
     assert modes == {"0": "False", "0.1": "True"}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:FutureWarning", "ignore::instrument.InstrumentWarning")
+def test_frozen_torchscript_module_has_no_mode() -> None:
+    model = nn.Sequential(torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval())), nn.Linear(2, 1))
+    with instrument.attach(model, {"a": {**RECORD, "layers": "1"}}) as probe:
+        model(torch.ones(3, 2)).sum().backward()
+        probe.end_step()
+    assert "training" not in dict(probe.layers["settings"].iloc[1])
+
+
 def test_conjugate_and_negated_parameters_are_equal_to_their_values() -> None:
     values = torch.complex(torch.arange(6.0), -torch.arange(6.0)).conj()
     model = nn.ParameterList([values, values.resolve_conj(), values.imag, torch.arange(6.0)])

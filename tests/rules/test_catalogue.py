@@ -390,6 +390,8 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "spike after episodes": ("loss_spike", losses(100.0, *EPISODES, *[112.0] * 3), 1),
     "losses of a policy that follow its returns": ("loss_spike", losses(*EPISODES, *[112.0] * 3), 0),
     "single batch": ("loss_spike", losses(1.0, *[0.05, 0.06] * 15, 3.0, 0.9, *[0.05] * 9), 0),
+    "losses become NaN": ("loss_spike", losses(1.0, *[0.05, 0.06] * 15, 3.0, np.nan, np.inf, np.nan), 1),
+    "first losses that become NaN": ("loss_spike", losses(1.0, *[0.05, 0.06] * 15, *[np.nan] * 9), 0),
     "single batch, at once": ({"rule": "loss_spike", "for": 1}, losses(1.0, *[0.05, 0.06] * 15, 3.0, 0.05), 1),
     "rate that falls in the first steps": ("zero_learning_rate", rates(*[0.1] * 6, *[1e-5] * 120), 1),
     "last steps of a schedule": ("zero_learning_rate", rates(*[0.1] * 90, *[1e-2] * 30, *[1e-4] * 80), 0),

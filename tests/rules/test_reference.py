@@ -220,6 +220,16 @@ def test_many_locations_within_the_margin_are_reported_together(
         assert (event.value, event.threshold) == (values[0], pytest.approx(high if margins[0] > 0 else low))
 
 
+def test_many_locations_within_the_margin_of_one_run_are_usual(tmp_path: Path) -> None:
+    """A whole training can have gradients of twice the size, since its loss falls later."""
+    rows = [{"step": step, **each} for step in range(4) for each in in_layers([1.0] * 4)]
+    write_run(tmp_path / "0", rows={"stats": rows})
+    entry = {"from": str(tmp_path)}
+    for value, count in ((3.0, 0), (5.0, 4)):  # the margin is a factor of 4
+        steps = [Step(rows=in_layers([value] * 4), loss=1.0)] * 4
+        assert len(fired(entry, steps)) == count
+
+
 def test_rule_compares_by_step_and_ends_with_the_reference(tmp_path: Path) -> None:
     write_values(tmp_path / "a", {"rms": [1.0, 2.0, 4.0]}, every=10)  # steps 0, 10 and 20, until step 22
     entry = {"from": str(tmp_path), "margin": 0, "for": 1}

@@ -876,21 +876,22 @@ def test_number_of_targets_does_not_move_them() -> None:
         ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int], is_loaded: bool) -> None:
+@pytest.mark.parametrize("how", ["loaded", "cast", "grouped"])
+def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int], how: str) -> None:
     """Those of a loop or a sampler may be samples of a group, such as a patient with one diagnosis."""
     kinds = [torch.arange(8) % 6 if kind is None else torch.full((8,), kind) for kind in order]
-    data = TensorDataset(torch.randn(8 * len(order), 5), torch.cat(kinds))
+    labels = torch.cat(kinds)
+    data = TensorDataset(torch.randn(8 * len(order), 5), labels[:, None].int() if how == "cast" else labels)
     grouped = BatchSampler([*range(len(data))], 8, drop_last=True)
-    loaded = DataLoader(data, 8) if is_loaded else DataLoader(data, batch_sampler=grouped)
+    loaded = DataLoader(data, batch_sampler=grouped) if how == "grouped" else DataLoader(data, 8)
     optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
-        for batch in loaded:
+        for inputs, targets in loaded:
             optimizer.zero_grad()
-            class_loss(model, batch).backward()
+            class_loss(model, (inputs, targets.flatten().long())).backward()
             optimizer.step()
             probe.end_step()
-    assert violations(probe) == [("samples_vary", step) for step in steps if is_loaded]
+    assert violations(probe) == [("samples_vary", step) for step in steps if how != "grouped"]
 
 
 @pytest.mark.spread(3)
