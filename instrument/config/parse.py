@@ -247,7 +247,9 @@ def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> lis
 
 def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
-    loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]|^(bool|int|float|str)$", str(part))]
+    unknown = item["loc"][-1:] if kind == "extra_forbidden" else ()  # a key that may look like a type
+    is_type = re.compile(r"[\[(]|^(bool|int|float|str)$").search
+    loc = [part for part in map(str, item["loc"]) if part in unknown or not is_type(part)]
     key = ".".join([part for part in (where, *loc) if part])
     if kind == "extra_forbidden":
         owners = [name for name, spec in ACTIONS.items() if len(loc) == 1 and loc[0] in fields_of(spec)]

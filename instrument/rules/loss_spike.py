@@ -28,8 +28,8 @@ class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
     A single batch with a large loss undoes nothing, so `for` losses in succession have to be above the bound of the first one, as NaN is.
-    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
-    learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
+    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing
+    was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
     times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -87,10 +88,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    file = path.resolve()  # of a symbolic link
+    file = Path(os.path.realpath(path))  # of a symbolic link
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         temporary.write_bytes(content)
+        with suppress(OSError):  # a new file has the default mode
+            shutil.copymode(file, temporary)
         os.replace(temporary, file)
     except OSError as error:
         with suppress(OSError):

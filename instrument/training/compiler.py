@@ -98,7 +98,7 @@ def reported_graph_breaks(probe: Probe) -> Iterator[None]:
 
 def _first_line(reason: str) -> str:
     """Return the message of a call of `graph_break`, such as those of hooks, and otherwise the first line of the compiler's reason."""
-    called = re.search(r"User-inserted graph break\. Message: (.+)", reason)
+    called = re.search(r"User-inserted graph break\. Message: (?!None$)(.+)", reason, re.MULTILINE)
     return called[1] if called else reason.strip().splitlines()[0]
 
 

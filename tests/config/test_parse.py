@@ -246,6 +246,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"heads": {"of": 0, "take": [1]}}, "heads.of", "greater than or equal to 1"),
     (RECORD, {"heads": {"of": 2}}, "heads.take", "is missing"),
     (RECORD, {"heads": {"of": 2, "tkae": 1, "take": 1}}, "heads", "unknown field 'tkae'"),
+    (RECORD, {"int": 1}, "", "unknown field 'int'"),
     (RECORD, {"unit_dim": 1}, "", "'unit_dim' requires 'units', dead_fraction in 'stats', 'spectrum', or"),
     (RECORD, {"kind": "parameter_grad", "samples": [0]}, "", "'samples' requires a batch"),
     (RECORD, {"kind": "step_post", "positions": [0]}, "", "'positions' requires a batch"),

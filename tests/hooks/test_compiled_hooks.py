@@ -691,13 +691,19 @@ def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str, in_
 
 @pytest.mark.slow
 def test_hooks_break_graphs_where_that_is_allowed() -> None:
-    called = torch.compile(make("small"), backend="aot_eager")
-    specs = {"total": record("tensor", "1", role="input")}
+    class Breaks(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return inputs
+
+    called = torch.compile(nn.Sequential(make("small"), Breaks()), backend="aot_eager")
+    specs = {"total": record("tensor", "0.1", role="input")}
     _, probe = run_step(called, specs, torch.ones(4, WIDTH), loss=torch.sum)
     assert [row["fired"] for row in probe.coverage()] == [1]
     messages = {row["rule"]: row["message"] for row in probe.sink.records("events")}
     assert "hook 'total' breaks them" in messages["compiled"]
     assert "1 graph break: " in messages["graph_break"]
+    assert " x None" not in messages["graph_break"]
 
 
 @pytest.mark.slow

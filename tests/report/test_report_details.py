@@ -68,11 +68,15 @@ def test_full_disk_keeps_the_previous_report(tmp_path: Path, monkeypatch: pytest
         Report("new").save(file)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["previous"]
     monkeypatch.undo()
-    link = tmp_path / "link.html"
+    file.chmod(0o600)
+    link, loop = tmp_path / "link.html", tmp_path / "loop.html"
     link.symlink_to(file)
     Report("new").save(link)
     assert link.is_symlink()
-    assert file.read_text() == "new"
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o600)
+    loop.symlink_to(loop)
+    Report("new").save(loop)
+    assert loop.read_text() == "new"
 
 
 def test_last_step_is_kept_if_nothing_is_finite(tmp_path: Path) -> None:
