@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -20,16 +22,21 @@ from hydra._internal.hydra import Hydra
 from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 _parsed: dict[tuple[str, str], tuple[bytes, bytes]] = {}
 """The bytes of files and their pickled contents, by folder and path in the folder."""
 _merged: dict[bytes, bytes] = {}
 """Pickled configurations before the overrides, by the pickled contents of their files."""
+_checked: WeakKeyDictionary[ConfigLoaderImpl, dict[tuple[str, ...], DictConfig]] = WeakKeyDictionary()
+"""The configurations of jobs that were checked and have not started, by loader and overrides."""
 _get_mode = Hydra.get_mode
 _choices = defaults_list._create_interpolation_map
 _load = ConfigRepository.load_config
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
+_check = Sweeper.validate_batch_is_legal
+_load_job = ConfigLoaderImpl.load_sweep_config
 
 
 def _mode_of(hydra: Hydra, config_name: str | None, overrides: list[str]) -> object:
@@ -53,6 +60,18 @@ def _load_once(repository: ConfigRepository, config_path: str) -> ConfigResult |
         _parsed[key] = written, pickle.dumps(_load(repository, config_path))
     loaded: ConfigResult = pickle.loads(_parsed[key][1])
     return loaded
+
+
+def _check_jobs(sweeper: Sweeper, batch: Sequence[Sequence[str]]) -> None:
+    """Keep the configurations with which Hydra checks the jobs of a sweep: it composes each again before the job starts."""
+    context: Any = sweeper.hydra_context
+    config: Any = sweeper.config
+    loader: ConfigLoaderImpl = context.config_loader
+    _checked[loader] = {tuple(job): _load_job(loader, config, list(job)) for job in batch}
+
+
+def _load_checked_job(loader: ConfigLoaderImpl, config: DictConfig, overrides: list[str]) -> DictConfig:
+    return _checked.get(loader, {}).pop(tuple(overrides), None) or _load_job(loader, config, overrides)
 
 
 def _merge_once(loader: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
@@ -79,6 +98,8 @@ PARTS = (
     (ConfigRepository, "load_config", _load, _load_once),
     (ConfigRepository, "__deepcopy__", None, lambda repository, memo: copy.copy(repository)),  # without all schemas
     (ConfigLoaderImpl, "_compose_config_from_defaults_list", _merge, _merge_once),
+    (Sweeper, "validate_batch_is_legal", _check, _check_jobs),
+    (ConfigLoaderImpl, "load_sweep_config", _load_job, _load_checked_job),
 )
 """Parts of Hydra, and what replaces them."""
 

@@ -199,7 +199,7 @@ def error_of(info: Mapping[str, Any]) -> str | None:
 def read_sweep(folder: Path) -> DictConfig:
     """Read the sweep record of Hydra, from which the jobs are composed. Raise a ConfigError if Hydra wrote no record."""
     try:
-        record = OmegaConf.create((folder / SWEEP_RECORD).read_text())
+        record = OmegaConf.create(yaml.load((folder / SWEEP_RECORD).read_text(), yaml.CSafeLoader))
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, AssertionError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra._internal.hydra
@@ -26,7 +27,8 @@ from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
-from hydra.types import RunMode
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from instrument import ConfigError
@@ -263,6 +265,18 @@ def test_composition_equals_that_of_hydra(overrides: list[str]) -> None:
             configs.append(loader.load_configuration("config", list(given), RunMode.RUN))
     assert len({text_of(config) for config in configs}) == 1
     assert all([*nodes_of(config)] == [*nodes_of(configs[0])] for config in configs)
+
+
+@pytest.mark.slow
+def test_checked_job_equals_one_that_is_composed() -> None:
+    loader, config = composed("hooks.tame.every=5,6", "hydra.sweep.dir=out", mode=RunMode.MULTIRUN)
+    sweeper: Any = SimpleNamespace(config=config, hydra_context=HydraContext(loader, Callbacks()))
+    job = ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=6"]
+    Sweeper.validate_batch_is_legal(sweeper, [job])
+    checked, again = (loader.load_sweep_config(config, list(job)) for _ in range(2))
+    assert checked is not again
+    assert text_of(checked) == text_of(again)
+    assert [*nodes_of(checked)] == [*nodes_of(again)]
 
 
 def test_schemas_may_be_local_classes(monkeypatch: pytest.MonkeyPatch) -> None:
