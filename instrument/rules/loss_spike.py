@@ -27,13 +27,13 @@ class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned, also in the next losses.
 
     A single batch with a large loss undoes nothing. The first losses of a training that rise by orders of magnitude are reported at once.
-    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
-    learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
+    The loss is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing
+    was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
-    times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once.
-    Losses up to 1e-6 are no reference there, and not if a loss was negative: they are the rounding of terms that cancel, as in a policy
-    gradient with normalized advantages and equal probabilities.
+    times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once. Losses
+    up to 1e-6 are no reference there, and not if a loss was negative: they are the rounding of terms that cancel, as in a policy gradient
+    with normalized advantages and equal probabilities.
     """
 
     factor: Annotated[float, Field(gt=1)] = Field(
