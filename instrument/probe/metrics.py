@@ -61,8 +61,8 @@ def _number(name: str, value: Any) -> Tensor | float | None:
         array = np.asarray(None)
     if array.size == 1 and array.dtype.kind in "fiub":
         return float(array.item())
-    given = f"of shape {list(array.shape)}" if array.dtype.kind in "fiub" else repr(value)
-    raise TypeError(f"{name} must be one real number, but is a {type(value).__name__} {given}")
+    given = f", of shape {list(array.shape)}" if array.dtype.kind in "fiub" else f": {value!r}"
+    raise TypeError(f"{name} must be one real number, but is of type {type(value).__name__}{given}")
 
 
 def custom_metrics_in(row: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -466,9 +466,10 @@ def test_loss_and_metric_of_any_kind_of_number(model: nn.Module, value: object, 
     ["0.5", torch.zeros(2), np.zeros(2), [], {}, 1j, torch.tensor(1j), np.array("x"), np.array(None), [[1], [2, 3]]],
 )
 def test_loss_or_metric_that_is_no_number_is_named(model: nn.Module, value: object) -> None:
+    given = "a tensor of shape " if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}[:,] "
     with probe_of(model, h=RECORD) as probe:
         for name in ("loss", "episode_return", "samples"):
-            with pytest.raises(TypeError, match=rf"^{name} must be one real number, but is a "):
+            with pytest.raises(TypeError, match=rf"^{name} must be one real number, but is {given}"):
                 probe.end_step(**{name: value})
         assert probe.step == 0
 

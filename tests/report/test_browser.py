@@ -565,6 +565,8 @@ def test_logarithmic_axis_has_no_line_to_a_value_of_zero(small_report: OpenRepor
     values = [1.0, 0.0, -1.0, None]
     assert small_report.page.evaluate("values => onAxis(values, 'log')", values) == [1.0, None, None, None]
     assert small_report.page.evaluate("values => onAxis(values, 'linear')", values) == values
+    note = "Values that are zero or negative, which the logarithmic axis omits: 2. "
+    assert small_report.page.evaluate("values => omittedValuesNote(values, 'log')", values) == note
 
 
 @pytest.mark.slow

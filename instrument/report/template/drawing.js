@@ -196,7 +196,7 @@ function onAxis(values, type) {
 /** A note with the number of values that a logarithmic axis omits. */
 function omittedValuesNote(values, type) {
   const lost = type === "log" ? values.flat().filter((value) => value !== null && value <= 0).length : 0;
-  return lost ? `${lost} values that are zero or negative are not shown on the logarithmic axis. ` : "";
+  return lost ? `Values that are zero or negative, which the logarithmic axis omits: ${lost}. ` : "";
 }
 
 /** The cells of a heat map in the colors of a scale, with a color bar. */
