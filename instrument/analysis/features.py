@@ -19,6 +19,7 @@ import pyarrow.dataset as ds
 from numpy.lib.format import open_memmap
 
 from ..config.base import parse_slice
+from ..config.parse import named_specs
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..formatting import shorten
 from ..storage.blocks import READING_THREADS, read_in_threads
@@ -226,10 +227,8 @@ def samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
 
 def settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
     """Return the settings of a hook; empty if the run has no configuration."""
-    hooks = (files.info().get("config") or {}).get("hooks") or {}
-    if not isinstance(hooks, Mapping):
-        hooks = {spec.get("name"): spec for spec in hooks}
-    return hooks.get(hook) or {}
+    hooks: dict[str, Mapping[str, Any]] = dict(named_specs("hooks", (files.info().get("config") or {}).get("hooks")))
+    return hooks.get(hook, {})
 
 
 def recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -> Array | None:

@@ -19,6 +19,7 @@ from torch import nn
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
+from instrument.analysis.features import settings_of
 from instrument.analysis.run_history import history_of
 from instrument.report import Report, make
 from instrument.report.charts import metric_curves
@@ -53,6 +54,14 @@ def test_entries_of_wrong_types_are_reported(tmp_path: Path) -> None:
     assert run.info["status"] == "unknown"
     with pytest.raises(ConfigError, match=r"run\.json: overhead has a wrong type, str"):
         read_record(write_run(tmp_path / "s", used={"overhead": "1%"}), "resume")
+
+
+def test_hooks_of_a_record_can_be_a_list(tmp_path: Path) -> None:
+    hooks = [{"kind": "forward", "action": "record"}, {"name": "last", "kind": "forward", "action": "print"}]
+    run = instrument.load(write_run(tmp_path / "r", config={"hooks": hooks}))
+    assert [settings_of(run.files[0], name) for name in ("hooks_0", "last", "hooks_1")] == [*hooks, {}]
+    assert not run.problems
+    assert read_record(tmp_path / "r", "resume")["config"]["hooks"] == hooks
 
 
 def test_full_disk_keeps_the_previous_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
