@@ -66,7 +66,7 @@ class GrowthRule(LocatedRule[GrowthT]):
                 self._add(chosen.slots, chosen.values(column(self.statistics[0]), self.merge))
 
     def _add(self, slots: IndexArray, values: FloatArray) -> None:
-        """Add values [steps, slots], NaN for no value, and forget the oldest ones. A norm that overflows is no reference."""
+        """Add values [steps, slots], NaN for no value, and forget the oldest ones. Norms that overflow are left out."""
         known = np.isfinite(values)
         if not known.all():
             for each, of_step in zip(values, known, strict=True):

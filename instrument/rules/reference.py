@@ -70,7 +70,7 @@ class ReferenceRule(PersistentRule):
 
     Many locations that are beyond the ranges, but within the margins, are reported too: if the root mean square of the excess of the
     locations of the forward pass, of gradients, or of parameters and updates is above a third of the margin. A location counts with its
-    largest excess, at most three margins, and there have to be four of them. The margin of one run is no measure of such an excess.
+    largest excess, at most three margins, and there have to be four of them. This takes at least two runs.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
     known. The learning rate, which nothing in its step changes, is compared in each step: with that of the same step, if several runs
