@@ -135,7 +135,7 @@ def last_override(value: object) -> str | None:
         ),
         ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
         ([*TINY, "runs/mine"], ["cannot parse this override", "given    runs/mine", "KEY=VALUE without spaces, such as +exp=NAME"]),
-        ([*TINY, "plan=yaml"], ["\nplan: must be true or false"]),
+        ([*TINY, "plan=yaml"], ["plan: must be true or false"]),
         ([*TINY, "lr=0.1"], ["lr: the configuration does not have this key", "fix      write optimizer.lr"]),
         ([*TINY, "train.lr=0.1"], ["train.lr: the configuration does not have this key", "fix      write optimizer.lr"]),
         ([*TINY, "data.batch_size=8"], ["data.batch_size: the", "fix      write train.batch_size"]),

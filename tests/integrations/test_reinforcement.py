@@ -160,7 +160,7 @@ def test_losses_of_data_that_a_policy_collects_are_no_errors(rule: str, rollouts
     noise = torch.rand(210, generator=torch.Generator().manual_seed(0))
     losses = 20 + 0.05 * torch.arange(210) if rule == "loss_not_decreasing" else 0.05 + 0.2 * noise
     if rule == "loss_spike":
-        losses[0], losses[101] = 1.1, 1.05
+        losses[0], losses[101:104] = 1.1, 1.05
     model = policy()
     with instrument.attach(model, {"learning": HOOKS["learning"]}) as probe, warnings.catch_warnings():
         warnings.simplefilter("ignore")
