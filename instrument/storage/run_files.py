@@ -119,6 +119,7 @@ class RunFiles:
                 self._problem(file, "not a file of a run: skipped")
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
+        # Once more: the run may have written them before it ended.
         if not journals and self._lacks_parts(name) and self._has_ended() and self._lacks_parts(name):
             self._problem(self.folder / name, "files of this table are missing")
         parts = self._parts(name)
