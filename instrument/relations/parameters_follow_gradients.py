@@ -43,6 +43,8 @@ class _Sample:
 
         There is one wait for each device.
         """
+        if not tensors:
+            return np.empty(0)
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for index, (each, at) in enumerate(zip(tensors, self._at, strict=True)):
             if each is not None:
@@ -105,9 +107,9 @@ class ParametersFollowGradients(Relation):
                 self._add(text, parameter)
         for parameter in self._without_optimizer():
             self._forgotten[id(parameter)] = parameter
-        if not _is_representable(trainable, optimizer):
-            return
         has_changed = any(trainable.changed())
+        if not (has_changed or _is_representable(trainable, optimizer)):
+            return
         if has_changed:
             self._trains.add(optimizer)
         elif optimizer in self._trains and "tolerance_change" in optimizer.defaults:
