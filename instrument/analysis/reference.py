@@ -39,6 +39,7 @@ from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_record import write_atomically
 from ..storage.run_search import NoRunError, find_runs
 from ..tables.statistics import ALL, statistic_of
+from .config_comparison import rules_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .rule_events import settings_of
 from .run_tables import RunTables
@@ -88,6 +89,9 @@ def make_reference(
     Raises:
         ConfigError: There is no run, a run is not healthy (its status is not `done`, or its loss became NaN or infinite), no run
             recorded a statistic, or the file cannot be written.
+
+    Warns:
+        InstrumentWarning: Rules warned in some of the runs.
     """
     if not isinstance(runs, Iterable | Path):
         raise ConfigError(Problem("runs", "must be a folder, a pattern or several of these", type(runs).__name__))
@@ -181,6 +185,13 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     fix, reasons = "leave it out, or complete it", ((run, _why_unhealthy(run)) for run in runs)
     what = "the run is not healthy: "
     raise_problems([Problem(where, what + why, str(run.path), fix=fix) for run, why in reasons if why])
+    warned = {run.path.name: names for run in runs if (names := _rules_that_warned(run))}
+    if warned:
+        listed = shorten([f"{name} ({', '.join(names)})" for name, names in warned.items()])
+        message = (
+            f"rules warned in {len(warned)} of the {len(runs)} runs: {listed}; leave out those that are not healthy"
+        )
+        warnings.warn(message, InstrumentWarning, stacklevel=3)
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
     known = table["statistic"].unique().to_pylist()
     if missing := [name for name in statistics if name not in known]:
@@ -278,6 +289,11 @@ def _why_unhealthy(run: RunTables) -> str:
         if lost.any():
             return f"its loss is not finite at step {batch['step'].to_numpy()[lost][0]}"
     return ""
+
+
+def _rules_that_warned(run: RunTables) -> list[str]:
+    warned = ds.field("rule").isin(pa.array([*rules_of(run.info)], pa.string())) & (ds.field("severity") == "warning")
+    return sorted({name for batch in run.scan("events", ["rule"], warned) for name in batch["rule"].to_pylist()})
 
 
 def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:

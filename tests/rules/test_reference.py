@@ -352,6 +352,21 @@ def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
     assert event.message.startswith("outside of the reference: at step 1 in a output (seen): std 99, above 4;")
 
 
+def test_runs_in_which_rules_warned_are_named(tmp_path: Path) -> None:
+    events = [
+        {"step": 3, "rule": "loss_spike", "severity": "warning", "message": "loss spike: at step 3: loss 9"},
+        {"step": 4, "rule": "coverage", "severity": "warning", "message": "hook h never fired"},
+    ]
+    metrics = [{"step": 0, "phase": "train", "loss": 1.0}]
+    write_run(tmp_path / "a", rows={"metrics": metrics})
+    write_run(
+        tmp_path / "b", rows={"metrics": metrics, "events": events}, config={"rules": {"loss_spike": {}, "overfit": {}}}
+    )
+    text = r"rules warned in 1 of the 2 runs: b \(loss_spike\); leave out those that are not healthy"
+    with pytest.warns(instrument.InstrumentWarning, match=text):
+        make_reference(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "spread"),
     [("lr", (0.1, 0.1), 1.25), ("loss", (-2.0, -2.0), 0.5), ("accuracy", (0.5, 0.5), 0.1), ("grad_norm", (3.0,), 4.0)],
