@@ -147,7 +147,7 @@ def findings_of(
     groups = []
     for lead, members in found.items():
         made = [
-            _finding(events, facts.get(key[0], NO_FACTS), key in warns, timeline.part(events[0]))
+            _finding(events, facts.get(key[0], NO_FACTS), key in warns, timeline.part(events))
             for key, events in members.items()
         ]
         first, *others = (events[0] for events in members.values())
@@ -318,18 +318,20 @@ class _Timeline:
             group.insert(0, lead)
         return episodes
 
-    def part(self, event: RuleEvent) -> Part:
-        """Return the part of a training step in which to look for the cause of a leading event.
+    def part(self, events: Sequence[RuleEvent]) -> Part:
+        """Return the part of a training step in which to look for the cause of the events of a rule, the leading one first.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
         A model computes its loss from an argument such as `labels`. The loss decides which outputs of the last layer have a gradient, and
-        the forward pass, such as a mask, which elements of other layers have one.
+        the forward pass, such as a mask, which elements of other layers have one. If only losses of evaluations are outside, their data
+        and the mode of layers differ from those of the training, whose loss is usual.
         """
-        part, _ = self.position(event)
+        event, (part, _) = events[0], self.position(events[0])
         if IS_TARGET.match(event.location or ""):
             return "loss"
         is_last = f"{self._last}.".startswith(f"{event.layer}." if event.layer else "")
-        if part == BACKWARD and _first_word(event) == "zero_fraction" and not is_last:
+        is_of_mask = part == BACKWARD and _first_word(event) == "zero_fraction" and not is_last
+        if is_of_mask or all(each.location is None and _first_word(each) == "eval" for each in events):
             return "forward"
         is_later = self.onset(event) > 0 and not _is_of_program(event)
         return PARTS[BACKWARD if part == UPDATE and is_later else part]

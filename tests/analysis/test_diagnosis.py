@@ -184,7 +184,7 @@ def test_mean_loss_follows_tensors_that_left_the_reference_by_the_next_recorded_
 
 
 @pytest.mark.parametrize(
-    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
+    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "forward")]
 )
 def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part) -> None:
     message = f"outside of the reference: at step 20: {metric} 9, above 2; 1 to 1.5 in 3 healthy runs"
@@ -193,6 +193,9 @@ def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part
     (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
     assert found.advice == RULES["reference"].advice_in[part]
     assert (found.statistic, found.threshold) == ("" if metric == "eval loss" else metric, 2.0)
+    later = RuleEvent("reference", 30, message.replace(metric, "loss"), "warning", None, None, 9.0, 2.0)
+    (found,) = findings_of([outside, later], rules, EVERY_10, LAYERS)
+    assert found.advice == RULES["reference"].advice_in["loss" if metric == "eval loss" else part]
     # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first. The learning rate is compared
     # in each step, so it began at step 19, and it is set before the forward pass.
     last = 28 if metric == "lr" else 20
