@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.loss_spike import LATER
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_SETTING
-from ..rules.reference_ranges import MEAN_LOSS, METRICS, STARTS, phase_of
+from ..rules.reference import OF_GRADIENTS, OTHER_SETTING
+from ..rules.reference_ranges import MEAN_LOSS, METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -260,13 +260,7 @@ class _Timeline:
         self._last = layers[-1] if layers else ""
 
     def onset(self, event: RuleEvent) -> int:
-        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step.
-
-        That of a mean loss is the end of the first phase of training that was outside.
-        """
-        if _is_of_mean_loss(event):
-            times = self._facts.get(event.rule, NO_FACTS).times
-            return int(STARTS[max(0, phase_of(event.step) - (times - 1))])
+        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
         return max(0, event.step - self._delay(event))
 
     def _delay(self, event: RuleEvent) -> int:
@@ -296,8 +290,6 @@ class _Timeline:
         if IS_LOSS.match(event.location):
             return LOSS, 0
         rank = self._rank(event.layer or "")
-        if event.message.startswith(NEW_PARAMETER):
-            return FORWARD, rank
         if role in ("param", "update") or role.startswith("state."):  # the forward pass changes buffers
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""
