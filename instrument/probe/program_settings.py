@@ -187,12 +187,12 @@ class LossOperators(HookGroup):
     def settings(self) -> dict[str, dict[str, str]]:
         """How often each operator occurs, by the layer to which it belongs, with its arguments that are numbers.
 
-        These are also the numbers by which the program multiplies or divides. The operators after the last ones that use parameters
-        are those of the loss, such as `loss.NllLossBackward0`, and belong to the root. The others are those of the model, such as
-        `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them. `no_grad.AddmmBackward0`
-        is how many of them have an input without a gradient. Operators that multiply or divide the complete loss are apart, such as
-        `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss has a graph, or one
-        has more than 10,000 nodes. With them are the settings of `equal_parameters` and `other_modes`.
+        These are also the numbers by which the program multiplies or divides, and weights of classes. The operators after the last ones
+        that use parameters are those of the loss, such as `loss.NllLossBackward0`, and belong to the root. The others are those of the
+        model, such as `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them.
+        `no_grad.AddmmBackward0` is how many of them have an input without a gradient. Operators that multiply or divide the complete
+        loss are apart, such as `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss
+        has a graph, or one has more than 10,000 nodes. With them are the settings of `equal_parameters` and `other_modes`.
         """
         kinds: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for (layer, name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():

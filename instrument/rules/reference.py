@@ -91,7 +91,8 @@ class ReferenceRule(PersistentRule):
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin. A learning rate that a
-    scheduler of PyTorch changes has a margin of a factor of 1.25: it depends on the length of the schedule.
+    scheduler of PyTorch changes has a margin of a factor of 1.25: it depends on the length of the schedule. Weights of classes that differ
+    between the runs by at most a factor of 2, as if they were computed from other data, have this factor as their margin.
     """
 
     from_: Annotated[Names, BeforeValidator(_as_text, json_schema_input_type=str | list[str])] = Field(
