@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.loss_spike import LATER
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_SETTING
-from ..rules.reference_ranges import MEAN_LOSS, METRICS, STARTS, phase_of
+from ..rules.reference import OF_GRADIENTS, OTHER_SETTING
+from ..rules.reference_ranges import MEAN_LOSS, METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -35,6 +35,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 FORWARD, LOSS, BACKWARD, UPDATE = range(len(PARTS))
 IS_TARGET = re.compile(r"\.\[(.*[._])?(label|target)s?(\..*)?\] input ")
 """The label of a location that is an argument of the model with the targets, as the models of transformers and torchvision have one."""
+IS_LOSS = re.compile(r".*( loss |\[loss\] output )")
+"""The label of a location that is a loss, also one that a model returns."""
 PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
@@ -145,7 +147,7 @@ def findings_of(
     groups = []
     for lead, members in found.items():
         made = [
-            _finding(events, facts.get(key[0], NO_FACTS), key in warns, timeline.part(events[0]))
+            _finding(events, facts.get(key[0], NO_FACTS), key in warns, timeline.part(events))
             for key, events in members.items()
         ]
         first, *others = (events[0] for events in members.values())
@@ -252,16 +254,13 @@ class _Timeline:
     def __init__(self, facts: Mapping[str, RuleFacts], info: Mapping[str, Any], layers: Sequence[str]) -> None:
         self._facts = facts
         self._hooks = hooks_of(info) or {}
+        self._every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}
+        self._interval = min(self._every.values(), default=1)
         self._rank = rank_in(in_forward_order(layers, []))
+        self._last = layers[-1] if layers else ""
 
     def onset(self, event: RuleEvent) -> int:
-        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step.
-
-        That of a mean loss is the end of the first phase of training that was outside.
-        """
-        if _is_of_mean_loss(event):
-            times = self._facts.get(event.rule, NO_FACTS).times
-            return int(STARTS[max(0, phase_of(event.step) - (times - 1))])
+        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
         return max(0, event.step - self._delay(event))
 
     def _delay(self, event: RuleEvent) -> int:
@@ -271,10 +270,9 @@ class _Timeline:
             return facts.times - 1
         if event.message.startswith(OTHER_SETTING) or (event.location is None and facts.stage != "reference"):
             return 0
-        every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}
         # A metric outside of the reference was compared in the steps in which statistics were, the learning rate in each.
-        of_metric = 1 if _is_of_program(event) else min(every.values(), default=1)
-        interval = every.get(hook_and_role(event.location)[0], 1) if event.location else of_metric
+        of_metric = 1 if _is_of_program(event) else self._interval
+        interval = self._every.get(hook_and_role(event.location)[0], 1) if event.location else of_metric
         return interval - 1 if facts.times == 1 else (facts.times - 1) * interval
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
@@ -289,11 +287,9 @@ class _Timeline:
         if event.location is None:
             return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0
         hook, role = hook_and_role(event.location)
-        if role == "loss":
+        if IS_LOSS.match(event.location):
             return LOSS, 0
         rank = self._rank(event.layer or "")
-        if event.message.startswith(NEW_PARAMETER):
-            return FORWARD, rank
         if role in ("param", "update") or role.startswith("state."):  # the forward pass changes buffers
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""
@@ -314,15 +310,21 @@ class _Timeline:
             group.insert(0, lead)
         return episodes
 
-    def part(self, event: RuleEvent) -> Part:
-        """Return the part of a training step in which to look for the cause of a leading event.
+    def part(self, events: Sequence[RuleEvent]) -> Part:
+        """Return the part of a training step in which to look for the cause of the events of a rule, the leading one first.
 
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
-        A model computes its loss from an argument such as `labels`.
+        A model computes its loss from an argument such as `labels`. The loss decides which outputs of the last layer have a gradient, and
+        the forward pass, such as a mask, which elements of other layers have one. If only losses of evaluations are outside, their data
+        and the mode of layers differ from those of the training, whose loss is usual.
         """
-        part, _ = self.position(event)
+        event, (part, _) = events[0], self.position(events[0])
         if IS_TARGET.match(event.location or ""):
             return "loss"
+        is_last = f"{self._last}.".startswith(f"{event.layer}." if event.layer else "")
+        is_of_mask = part == BACKWARD and _first_word(event) == "zero_fraction" and not is_last
+        if is_of_mask or all(each.location is None and _first_word(each) == "eval" for each in events):
+            return "forward"
         is_later = self.onset(event) > 0 and not _is_of_program(event)
         return PARTS[BACKWARD if part == UPDATE and is_later else part]
 
@@ -340,7 +342,7 @@ class _Timeline:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
         leads: dict[_Key, _Key] = {}
         for key in sorted(episode, key=lambda key: self._order(episode[key][0])):
-            stage, step = self._facts.get(key[0], NO_FACTS).stage, episode[key][0].step
+            stage, step = self._facts.get(key[0], NO_FACTS).stage, self._latest(episode[key][0], episode[key][0].step)
             causes = CAUSES[stage] if stage else ()
             known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
             cause = next((each for each in known if self.onset(episode[each][0]) <= step), None)
@@ -351,4 +353,11 @@ class _Timeline:
         """Return the sort key of a leading event."""
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
-        return first, self.onset(event), not _is_of_program(event), self.position(event)
+        return first, self._latest(event, self.onset(event)), not _is_of_program(event), self.position(event)
+
+    def _latest(self, event: RuleEvent, step: int) -> int:
+        """Return a step of an event, or that of a mean loss: the last one before hooks record again.
+
+        The phase of training of a mean loss ends between recorded steps, so what the next ones show can have begun in this phase.
+        """
+        return event.step + self._interval - 1 if _is_of_mean_loss(event) else step

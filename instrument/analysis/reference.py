@@ -20,7 +20,9 @@ from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, si
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import (
+    ABOUT,
     CHANGE_OF_RATE,
+    CHANGE_OF_WEIGHTS,
     FIRST_STEPS,
     KEY,
     MEAN_LOSS,
@@ -29,6 +31,7 @@ from ..rules.reference_ranges import (
     SMALL_RATE,
     STARTS,
     Reference,
+    are_near,
     phase_of,
     rounded,
     schema,
@@ -254,7 +257,10 @@ def _varied(run: RunTables) -> set[tuple[str, ...]]:
 
 
 def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:
-    """Return the settings of each module in any run: None for one that differs, or that a run does not have."""
+    """Return the settings of each module in any run: None for one that differs, or that a run does not have.
+
+    Weights of classes can differ a little: those of the first run are then returned as `about` these.
+    """
     each = [*map(settings_of, runs)]
     if without := [str(run.path) for run, settings in zip(runs, each, strict=True) if not settings]:
         message = f"settings are not compared, because runs of earlier versions have none: {shorten(without)}"
@@ -262,9 +268,17 @@ def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | Non
     common: dict[str, dict[str, str | None]] = {}
     for layer in dict.fromkeys(itertools.chain(*each)) if all(each) else ():
         own = [settings.get(layer, {}) for settings in each]
-        texts = {name: {one.get(name) for one in own} for name in itertools.chain(*own)}
-        common[layer] = {name: known.pop() if len(known) == 1 else None for name, known in texts.items()}
+        texts = {name: dict.fromkeys(one.get(name) for one in own) for name in itertools.chain(*own)}
+        common[layer] = {name: _common(*known) for name, known in texts.items()}
     return common
+
+
+def _common(first: str | None, *others: str | None) -> str | None:
+    if not others:
+        return first
+    has_weights = "weight=" in (first or "")
+    is_common = has_weights and all(are_near(first, each, CHANGE_OF_WEIGHTS) for each in others)
+    return f"{ABOUT}{first}" if is_common else None
 
 
 def _runs(given: str, where: str) -> list[RunTables]:

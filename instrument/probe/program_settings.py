@@ -24,7 +24,9 @@ from ..relations.observations import BACKWARDS
 from ..storage.remote_folder import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
-SAMPLE = 16  # about so many elements tell whether parameters start with equal values
+SAMPLE = (
+    16  # at most so many elements tell whether parameters start with equal values, and are those of weights of classes
+)
 NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase, and the type is that of the module
 MAX_KINDS = 8  # of the arguments of an operator that are listed
 # PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.
@@ -185,12 +187,12 @@ class LossOperators(HookGroup):
     def settings(self) -> dict[str, dict[str, str]]:
         """How often each operator occurs, by the layer to which it belongs, with its arguments that are numbers.
 
-        These are also the numbers by which the program multiplies or divides. The operators after the last ones that use parameters
-        are those of the loss, such as `loss.NllLossBackward0`, and belong to the root. The others are those of the model, such as
-        `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them. `no_grad.AddmmBackward0`
-        is how many of them have an input without a gradient. Operators that multiply or divide the complete loss are apart, such as
-        `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss has a graph, or one
-        has more than 10,000 nodes. With them are the settings of `equal_parameters` and `other_modes`.
+        These are also the numbers by which the program multiplies or divides, and weights of classes. The operators after the last ones
+        that use parameters are those of the loss, such as `loss.NllLossBackward0`, and belong to the root. The others are those of the
+        model, such as `graph.AddmmBackward0`. They belong to the layer whose parameters they use, or that precedes them.
+        `no_grad.AddmmBackward0` is how many of them have an input without a gradient. Operators that multiply or divide the complete
+        loss are apart, such as `loss.factor.DivBackward0`. Sizes are left out, since they depend on the batch. It is empty if no loss
+        has a graph, or one has more than 10,000 nodes. With them are the settings of `equal_parameters` and `other_modes`.
         """
         kinds: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for (layer, name, arguments), count in sum(self._graphs, _Operators()).items() or self._noted.items():
@@ -289,15 +291,21 @@ def _arguments(node: Node, names: Sequence[str]) -> str:
 
 
 def _saved(node: Node, name: str) -> Any:
-    """Return a saved value; None for a tensor, unless it is the number by which the program multiplies or divides.
+    """Return a saved value; None for a tensor, unless it is the number by which the program multiplies or divides, or has the weights of
+    classes, of which some are returned.
 
     PyTorch saves such a number as a tensor of double precision, without hooks on saved tensors, which could move or recompute others.
     """
     if not hasattr(node, f"_raw_saved_{name}"):
         return getattr(node, f"_saved_{name}")
     saved = getattr(node, f"_raw_saved_{name}")
+    has_weights = name == "pos_weight" or (name == "weight" and "NllLoss" in node.name())
     # Earlier versions of PyTorch do not tell whether there are hooks. After the backward pass, there is no value.
-    value = saved.data if name == "other" and getattr(saved, "unpack_hook", saved) is None else None
+    can_read = (has_weights or name == "other") and getattr(saved, "unpack_hook", saved) is None
+    value = saved.data if can_read else None
+    if has_weights and type(value) is Tensor and value.numel() and not value.is_meta:
+        weights = value.detach().flatten()[:: -(-value.numel() // SAMPLE)].tolist()
+        return [float(f"{each:.4g}") for each in weights]
     if (
         not isinstance(value, Tensor)
         or value.ndim

@@ -20,7 +20,9 @@ from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from ..formatting import shorten
 from .reference_ranges import (
+    ABOUT,
     CHANGE_OF_RATE,
+    CHANGE_OF_WEIGHTS,
     FACTORS,
     FIRST_STEPS,
     MEAN_LOSS,
@@ -31,6 +33,7 @@ from .reference_ranges import (
     STARTS,
     ModuleSettings,
     Reference,
+    are_near,
     has_graph,
     is_of_graph,
     key_of,
@@ -88,7 +91,8 @@ class ReferenceRule(PersistentRule):
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin. A learning rate that a
-    scheduler of PyTorch changes has a margin of a factor of 1.25: it depends on the length of the schedule.
+    scheduler of PyTorch changes has a margin of a factor of 1.25: it depends on the length of the schedule. Weights of classes that differ
+    between the runs by at most a factor of 2, as if they were computed from other data, have this factor as their margin.
     """
 
     from_: Annotated[Names, BeforeValidator(_as_text, json_schema_input_type=str | list[str])] = Field(
@@ -275,7 +279,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 ]
                 ends = ".initial_lr", ".lr"  # a scheduler adds the first one, and changes the second one
                 scheduled = {name.replace(*ends) for name in (*own, *known) if name.endswith(ends[0])}
-                left = {name for name in scheduled if _are_near(own.get(name), known.get(name))}
+                left = {name for name in scheduled if are_near(own.get(name), known.get(name), FLOOR)}
+                about = {name for name, text in known.items() if (text or "").startswith(ABOUT)}
+                left.update(name for name in about if are_near(own.get(name), known[name], CHANGE_OF_WEIGHTS))
                 if rows.step:  # a continued loop, whose parameters were updated
                     left.update(name for name in others if name.endswith(".equals"))
                 names = [name for name in others if is_of_graph(name) == compares_graph and name not in left]
@@ -529,12 +535,4 @@ def _part_of(location: Location) -> int:
 
 def _count(listed: str) -> int:
     """Return the number of operators, without their arguments, such as 3 of `1, 2 (dim=0)`."""
-    return sum(map(int, re.sub(r" \([^)]*\)", "", listed).split(", ")))
-
-
-def _are_near(rate: str | None, usual: str | None) -> bool:
-    """Return whether two learning rates differ by no more than the floor of the margin."""
-    try:
-        return math.isclose(float(rate or "nan"), float(usual or "nan"), rel_tol=1 - 1 / FLOOR)
-    except ValueError:
-        return False
+    return sum(map(int, re.sub(r" \([^)]*\)", "", listed.removeprefix(ABOUT)).split(", ")))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,10 @@ A training changes in proportion to the logarithm of the step: fast at first, sl
 FIRST_STEPS = 4  # each is a phase of training of one step
 SMALL_RATE = 1e-3  # relative to the largest learning rate: a smaller one is as good as none
 CHANGE_OF_RATE = 0.02  # relative to the learning rate: a smaller one is not stored
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+ABOUT, CHANGE_OF_WEIGHTS = "about ", 2.0
+"""The beginning of a setting that has about these numbers in all runs: weights of classes that are computed from different data. A
+smaller factor is not a difference."""
 BITS = 8  # of the stored numbers, which are rounded outwards by at most 1 / 2^8
 
 
@@ -169,6 +175,14 @@ def setting_name(layer: str, name: str) -> str:
 def is_of_graph(name: str) -> bool:
     """Return whether a setting is an operator, and not one of a parameter whose name is `graph` or `loss`."""
     return name.startswith(GRAPH_PARTS) and not name.endswith((".optimizer", ".equals"))
+
+
+def are_near(one: str | None, other: str | None, factor: float) -> bool:
+    """Return whether two settings have equal texts, apart from numbers that differ by no more than a factor."""
+    texts = [(each or "").removeprefix(ABOUT) for each in (one, other)]
+    shapes = {NUMBER.sub("0", text) for text in texts}
+    pairs = zip(*([float(each[0]) for each in NUMBER.finditer(text)] for text in texts), strict=False)
+    return len(shapes) == 1 and all(math.isclose(*pair, rel_tol=1 - 1 / factor) for pair in pairs)
 
 
 def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:

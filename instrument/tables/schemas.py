@@ -355,7 +355,7 @@ for _table in (
                 backward graphs that uses its parameters, or follows it, with its arguments and the number by which it multiplies or
                 divides, such as `graph.AddmmBackward0`, and how many have an input without a gradient, such as `no_grad.AddmmBackward0`;
                 in the row of the root also the settings of the optimizers, such as `optimizer.lr`, and the operators after the last
-                layers, such as `loss.NllLossBackward0`
+                layers, such as `loss.NllLossBackward0`, with weights of classes
             """
         ),
     ),

@@ -10,7 +10,6 @@ import pytest
 
 from instrument.analysis.diagnosis import FAR, LATE, Finding, diagnoses, findings_of
 from instrument.config.rules import RULES, default_rules
-from instrument.rules.reference import NEW_PARAMETER
 from instrument.rules.rule import CAUSES, Part
 from instrument.rules.rule_set import RuleEvent
 from instrument.rules.watch import ADVICE as WATCH_ADVICE
@@ -102,6 +101,7 @@ def test_order_of_a_training_step_decides_within_a_step(places: list[str], first
         ({**RECORD, "kind": "forward_pre"}, ".[labels] input", "loss"),  # the model computes its loss from it
         ({**RECORD, "kind": "forward_pre"}, ".[class_labels.0] input", "loss"),
         ({**RECORD, "kind": "forward_pre"}, "labels.[0] input", "forward"),  # of a layer with this name
+        ({**RECORD, "kind": "forward_pre"}, "linear0.[loss] output", "loss"),  # the model returns it
         ({**RECORD, "kind": "tensor"}, "linear0 output", "backward"),  # the gradient of the output
         ({**RECORD, "kind": "step_post", "role": "param_grad"}, "linear0.weight param_grad", "backward"),
         ({**RECORD, "kind": "step_post", "role": "state.exp_avg"}, "linear0.weight state.exp_avg", "update"),
@@ -125,6 +125,24 @@ def test_update_outside_of_a_reference_after_the_first_is_of_other_gradients(ste
     assert found.advice == RULES["reference"].advice_in[part]
 
 
+@pytest.mark.parametrize(
+    ("place", "statistic", "part"),
+    [
+        ("linear0 grad_output", "zero_fraction", "forward"),
+        ("linear0.weight param_grad", "zero_fraction", "forward"),
+        ("linear0 grad_output", "rms", "backward"),
+        (" grad_output", "zero_fraction", "backward"),
+        ("act1 grad_output", "zero_fraction", "backward"),  # the last layer
+    ],
+)
+def test_forward_pass_decides_which_elements_have_a_gradient(place: str, statistic: str, part: Part) -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    outside = event("reference", 3, place)
+    outside = replace(outside, message=f"outside of the reference: at step 3 in {place}: {statistic} 0.5, above 0.1")
+    (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
+    assert found.advice == RULES["reference"].advice_in[part]
+
+
 def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> None:
     rules = {"healthy": {"rule": "reference", "from": "file.parquet"}}
     events = event("healthy", 3, "linear1 loss"), event("healthy", 3, "linear1 output")
@@ -138,21 +156,23 @@ def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> No
 @pytest.mark.parametrize(
     ("role", "part", "step", "leads"),
     [
-        ("grad_output", "backward", 26, True),
-        ("grad_output", "backward", 25, False),
-        ("output", "forward", 27, True),
-        ("output", "forward", 26, False),
+        ("grad_output", "backward", 42, True),
+        ("grad_output", "backward", 41, False),
+        ("output", "forward", 43, True),
+        ("output", "forward", 42, False),
     ],
 )
-def test_mean_loss_follows_tensors_that_left_the_reference_before_it(
+def test_mean_loss_follows_tensors_that_left_the_reference_by_the_next_recorded_step(
     role: str, part: Part, step: int, leads: bool
 ) -> None:
-    """The mean loss is outside in steps 12 to 15 and 16 to 22, so from step 16 on, and the layer from 10 steps before its event on."""
+    """The mean loss is outside up to step 22. The next recorded step follows at most 9 steps after its event. A layer is outside from 10
+    steps before its event on."""
     rules = {"reference": {"from": "file.parquet", "for": 2}}
     message = "outside of the reference: at step 23: mean_loss 9, above 2; 1 to 1.5 in 3 healthy runs, steps 16 to 22"
     mean = RuleEvent("reference", 23, message, "warning", None, None, 9.0, 2.0)
-    first, _ = findings_of([mean, event("reference", step, f"linear0 {role}")], rules, EVERY_10, LAYERS)
+    first, other = findings_of([mean, event("reference", step, f"linear0 {role}")], rules, EVERY_10, LAYERS)
     assert first.advice == RULES["reference"].advice_in["loss" if leads else part]
+    assert other.cause == "reference"
     lr = RuleEvent(
         "reference", 24 if leads else 23, message.replace("mean_loss", "lr"), "warning", None, None, 9.0, 2.0
     )
@@ -163,7 +183,7 @@ def test_mean_loss_follows_tensors_that_left_the_reference_before_it(
 
 
 @pytest.mark.parametrize(
-    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
+    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "forward")]
 )
 def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part) -> None:
     message = f"outside of the reference: at step 20: {metric} 9, above 2; 1 to 1.5 in 3 healthy runs"
@@ -172,20 +192,15 @@ def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part
     (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
     assert found.advice == RULES["reference"].advice_in[part]
     assert (found.statistic, found.threshold) == ("" if metric == "eval loss" else metric, 2.0)
+    later = RuleEvent("reference", 30, message.replace(metric, "loss"), "warning", None, None, 9.0, 2.0)
+    (found,) = findings_of([outside, later], rules, EVERY_10, LAYERS)
+    assert found.advice == RULES["reference"].advice_in["loss" if metric == "eval loss" else part]
     # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first. The learning rate is compared
     # in each step, so it began at step 19, and it is set before the forward pass.
     last = 28 if metric == "lr" else 20
     for step, lead in ((last, "linear0 output (hook)"), (last + 1, "training")):
         both = findings_of([outside, event("reference", step, "linear0 output")], rules, EVERY_10, LAYERS)
         assert [(each.where == lead, each.cause) for each in both] == [(True, ""), (False, "reference")]
-
-
-def test_new_parameter_is_a_difference_of_the_forward_pass() -> None:
-    rules = {"reference": {"from": "file.parquet"}}
-    new = event("reference", 3, "linear1.weight param", what=NEW_PARAMETER)
-    found, *others = findings_of([event("reference", 3, "linear0.weight param"), new], rules, EVERY_10, LAYERS)
-    assert (found.where, found.what, others) == ("linear1.weight param (hook)", NEW_PARAMETER, [])
-    assert found.advice == RULES["reference"].advice_in["forward"]
 
 
 @pytest.mark.parametrize("watch", ["metrics", ["metrics"]])

@@ -314,6 +314,23 @@ def test_numbers_in_the_losses_of_the_first_step_are_settings() -> None:
 
 
 @tells_numbers
+def test_weights_of_classes_are_settings() -> None:
+    model, weights = nn.Linear(2, 40, bias=False), 1 + torch.arange(40.0)
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:
+        output = model(torch.ones(3, 2))
+        loss = nn.functional.cross_entropy(output[:, :3], torch.tensor([0, 1, 2]), weights[:3] / 3)
+        loss += nn.functional.binary_cross_entropy_with_logits(
+            output, torch.ones(3, 40), torch.rand(40), pos_weight=weights
+        )
+        loss.backward()
+        probe.end_step()
+    settings = probe.layers["settings"][0]
+    assert settings["loss.NllLossBackward0"] == "1 (ignore_index=-100, reduction=1, weight=[0.3333, 0.6667, 1.0])"
+    sample = [float(each) for each in range(1, 41, 3)]  # weights of samples are not among them
+    assert settings["loss.BinaryCrossEntropyWithLogitsBackward0"] == f"1 (pos_weight={sample}, reduction=1)"
+
+
+@tells_numbers
 def test_loss_before_its_backward_precedes_what_the_loop_makes_of_it() -> None:
     model = nn.Linear(2, 1, bias=False)
     with instrument.attach(model, {"a": {**RECORD, "layers": "."}}) as probe:

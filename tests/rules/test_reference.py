@@ -7,6 +7,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -802,6 +803,28 @@ def test_factor_of_a_usual_loss_scales_gradients(tmp_path: Path, noted: float, w
         finding = _train_with_factor(7, 16.0, noted, rules=rules).findings.iloc[0]
     assert finding["value"].startswith("loss.factor.MulBackward0 1 (other=16.0); 1 (other=0.25) in 3 healthy runs")
     assert (finding["what"], finding["advice"]) == (what, ReferenceRanges.advice_in[part])
+
+
+@pytest.mark.parametrize(("weights", "is_outside"), [((1.3, 3.5), False), ((3.5, 1.3), True), (None, True)])
+def test_weights_of_classes_can_differ_a_little(
+    tmp_path: Path, weights: tuple[float, float] | None, is_outside: bool
+) -> None:
+    def train(given: tuple[float, float] | None, **options: Any) -> AttachedProbe:
+        model = nn.Linear(4, 2)
+        with instrument.attach(model, {"outputs": HOOKS["outputs"]}, **options) as probe:
+            weight = None if given is None else torch.tensor(given)
+            loss = nn.functional.cross_entropy(model(torch.randn(64, 4)), torch.arange(64) % 2, weight)
+            loss.backward()
+            probe.end_step(loss=loss)
+        return probe
+
+    for seed, given in enumerate([(1.0, 4.0), (1.2, 3.7), (1.4, 3.0)]):
+        train(given, out=tmp_path / str(seed), rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path), "margin": 10}}
+    with pytest.warns(instrument.InstrumentWarning, match="loss.NllLoss") if is_outside else nullcontext():
+        findings = train(weights, rules=rules).findings
+    problems = findings.loc[findings["rule"] == "same", "advice"].tolist()
+    assert problems == [ReferenceRanges.advice_in["loss"]] * is_outside
 
 
 def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tmp_path: Path) -> None:
