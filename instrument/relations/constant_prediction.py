@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .observations import OF_NUMBERS, LossCall, PairLossCall, is_readable
+from .observations import OF_NUMBERS, BinaryLossCall, LossCall, PairLossCall, is_readable
 from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
@@ -39,6 +39,7 @@ class ConstantPrediction(Relation):
         if len(classes) == 1 and all(call.is_mean and call.weight is None for call in self.training.losses):
             yield from self._check_classes(self.training.losses, *classes)
         pairs = self.training.pair_losses
+        yield from self._check_opponents()
         yield from self._check_targets([call for call in pairs if call.name in OF_NUMBERS][:1])
         if pairs and not self.training.losses and all(_is_comparable(call) for call in pairs):
             loss = _mean([call.result for call in pairs])
@@ -46,6 +47,15 @@ class ConstantPrediction(Relation):
             if variance > 0 and loss > 0:
                 text = f"the variance of the targets is {variance:.4g}"
                 yield Checked(True, variance / loss, text, path="mse_loss")
+
+    def _check_opponents(self) -> Iterator[Checked]:
+        """Report optimizers with opposite targets, as those of a GAN: the loss of one rises as that of the other falls."""
+        calls: list[BinaryLossCall | PairLossCall] = [*self.training.binary_losses, *self.training.pair_losses]
+        targets = [call.targets.detach() for call in calls if is_readable(call.targets) and call.targets.numel() > 1]
+        if len(self.training.optimizers) > 1 and len(targets) > 1:
+            first = {float(each.flatten()[0]) for each in targets}
+            if len(first) > 1 and all(bool((each == each.flatten()[0]).all()) for each in targets):
+                yield Checked(None, 1.0, f"the targets of {len(targets)} losses are constant, and differ")
 
     def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:
         """Report targets that move: they are computed by a network that is trained, as those of Q-learning."""

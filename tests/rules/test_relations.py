@@ -958,6 +958,24 @@ def test_rising_loss_of_moving_targets_is_not_reported(*, moves: bool) -> None:
     assert moved == [(8, pytest.approx(31 / 32 + 0.8**2 / variance, rel=1e-4))] * moves
 
 
+@pytest.mark.parametrize("opposed", [True, False])
+def test_constant_targets_of_opponents_are_not_compared(*, opposed: bool) -> None:
+    """As those of a GAN, whose losses stay near log(2)."""
+    model = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-9) for part in model.values()]
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizers) as probe:
+        for step in range(200):
+            scores = model["critic"](model["generator"](torch.full((4, 2), float(step % 2))))
+            targets = [torch.full((4, 1), target) for target in (1.0, 1.0 - opposed)]
+            first, second = (F.binary_cross_entropy_with_logits(scores, each) for each in targets)
+            (first + second).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            probe.end_step(loss=first)
+    assert ("loss_not_decreasing" in set(probe.events["rule"])) != opposed
+
+
 @pytest.mark.parametrize(
     ("low", "are_classes", "step"), [((), True, 10 + 19), ((15,), True, 16 + 19), ((), False, None)]
 )
