@@ -51,11 +51,10 @@ class ConstantPrediction(Relation):
     def _check_opponents(self) -> Iterator[Checked]:
         """Report optimizers with opposite targets, as those of a GAN: the loss of one rises as that of the other falls."""
         calls: list[BinaryLossCall | PairLossCall] = [*self.training.binary_losses, *self.training.pair_losses]
-        targets = [call.targets.detach() for call in calls if is_readable(call.targets) and call.targets.numel() > 1]
-        if len(self.training.optimizers) > 1 and len(targets) > 1:
-            first = {float(each.flatten()[0]) for each in targets}
-            if len(first) > 1 and all(bool((each == each.flatten()[0]).all()) for each in targets):
-                yield Checked(None, 1.0, f"the targets of {len(targets)} losses are constant, and differ")
+        if len(self.training.optimizers) > 1:
+            values = {tuple(each.targets.detach().unique().tolist()) for each in calls if is_readable(each.targets)}
+            if len(values) > 1 and all(len(each) == 1 for each in values):
+                yield Checked(None, 1.0, f"the targets of {len(values)} losses are constant, and differ")
 
     def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:
         """Report targets that move: they are computed by a network that is trained, as those of Q-learning."""

@@ -57,8 +57,7 @@ class Overfit(CatalogueRule[OverfitRule], name="overfit"):
             self._lowest = min(self._lowest, loss)
             ratio = (loss - training) / training if training > 0 and self._lowest >= 0 else 0.0
             learned = max(abs(self._lowest), (self._first or 0.0) - self._lowest)
-            has_risen = loss > self._last and loss - self._lowest > RISE * learned
-            self._last = loss
+            has_risen, self._last = loss > self._last and loss - self._lowest > RISE * learned, loss
             self._times = self._times + 1 if ratio > self.spec.above and has_risen else 0
             if self._times == self.spec.for_:
                 text = f"evaluation loss {loss:.4g}, training loss {training:.4g}, lowest evaluation loss {self._lowest:.4g}"

@@ -12,8 +12,6 @@ from ..fields.field_types import Count, NonNegative
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
-LOST = 0.1  # the fraction of what was learned that has to be lost
-
 
 class OvertrainingRule(PersistentRule):
     """The evaluation loss is worse than its minimum in many evaluations in succession.
@@ -52,7 +50,7 @@ class Overtraining(CatalogueRule[OvertrainingRule], name="overtraining"):
         if loss < self._lowest:
             self._lowest, self._at, self._falls = loss, rows.step, 0.0
         learned = self._first - self._lowest
-        rise = max(self.spec.above * (self._lowest if self._lowest >= 0 else learned), LOST * learned)
+        rise = max(self.spec.above * (self._lowest if self._lowest >= 0 else learned), 0.1 * learned)
         bound = self._lowest + rise
         self._times = self._times + 1 if loss > bound else 0
         if self._times >= self.spec.for_ and loss - self._lowest > self._falls:

@@ -419,10 +419,7 @@ def _unpacked(packed: Any, like: Any) -> Any:
     return deque(packed, like.maxlen) if isinstance(like, deque) else copy(packed)
 
 
-NO_WEIGHT = (
-    "the loss gives the outputs of this part a gradient of zero, as a term with a factor of 0, but others have one"
-)
-"""The note about a part that does not learn in these steps."""
+NO_WEIGHT = "the loss gives its part gradients of zero, as a term with a factor of 0, but not other parts"
 
 WEIGHTED = frozenset([
     "Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",

@@ -289,10 +289,7 @@ class StepRows:
         return (counts > 0) & (counts >= self.layout.limits * numel)
 
     def has_no_weight(self, layer: str) -> bool:
-        """Return whether the loss gives the output of a layer, and those of all layers after it, a gradient of zero, but not all outputs.
-
-        Gradients of outputs are recorded from the last layer to the first.
-        """
+        """Return whether a layer, and all layers before it in the backward pass, get gradients of zero, but not all layers."""
         rows = zip(self.layout.locations, self.column("zero_fraction") >= 1, strict=True)
         of_outputs = [(f".{location.layer}", is_zero) for location, is_zero in rows if location.role == "grad_output"]
         parents = {name[:at] for name, _ in of_outputs for at, letter in enumerate(name) if letter == "."} | {"."}

@@ -98,20 +98,20 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         location = chosen.locations[at]
         gradients = [each for each in rows.layout.locations if each.is_gradient]
-        with_gradient = {each.layer for each in gradients}
+        has_none = location.layer not in {each.layer for each in gradients}
         of_outputs = {each.layer for each in gradients if each.role == "grad_output"}
         of_parameters = {(each.layer, each.path) for each in gradients if each.role == "param_grad"}
-        called = {f"{each.layer}." for each in rows.layout.locations if each.kind == "forward"}
-        own = f"{location.layer}." if location.layer else ""
+        called = [f"{each.layer}." for each in rows.layout.locations if each.kind == "forward"]
+        own = f"{location.layer}.".lstrip(".")
         layers = list(dict.fromkeys(each.layer for each in chosen.locations))
         index = layers.index(location.layer)
         near = {*layers[max(0, index - 1) : index + 2]} - {location.layer}
         note = ""
         if location.layer in {layer for layer, _ in of_parameters} and location[1::4] not in of_parameters:
             note = "another parameter of its layer does: it is not used in these steps"
-        elif location.layer not in with_gradient and called and not any(each.startswith(own) for each in called):
+        elif has_none and called and not any(each.startswith(own) for each in called):
             note = "others do: its layer is not called in these steps"
-        elif location.layer not in with_gradient and index and near <= of_outputs:
+        elif has_none and index and near <= of_outputs:
             note = "the layers next to it do: its output is not used, or is detached"
         if note:
             return Firing(f"it has no gradient, but {note}", None, None, location)

@@ -420,6 +420,8 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "first losses of both signs": ("loss_spike", losses(-1e-3, 2e-4, 5.0), 0),
     "small losses": ("loss_spike", losses(1.0, *[1e-8] * 30, 2e-3, *[0.6] * 3), 1),
     "jump of the first losses": ("loss_spike", losses(2e-3, 1e-3, 5.0), 1),
+    "first losses that explode": ("loss_spike", losses(2.3, 2.2, 2.8, 35.0, 245.0, 20780.0), 1),
+    "first losses that rise with the square of the step": ("loss_spike", losses(*(1e-5 * step**2 for step in range(19))), 0),
     "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
     "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
     "signed loss, small": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10]), 0),
@@ -583,7 +585,7 @@ def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
     (event,) = fired(
         "loss_spike", losses(2.0, 2.5, *(2.5 * 100.0**power for power in range(1, 6)))
     )  # by less each time
-    assert (event.step, event.threshold) == (5, 2.5e6)
+    assert (event.step, event.threshold) == (4, 125_000.0)
     assert fired("loss_spike", losses(0.0, 1e-7, *(1e-7 * 100.0**power for power in range(1, 6)))) == []
 
 
