@@ -45,8 +45,7 @@ class Overtraining(CatalogueRule[OvertrainingRule], name="overtraining"):
         if rows.phase != "eval" or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first
-        self._falls += max(0.0, self._last - loss)
-        self._last = loss
+        self._falls, self._last = self._falls + max(0.0, self._last - loss), loss
         if loss < self._lowest:
             self._lowest, self._at, self._falls = loss, rows.step, 0.0
         learned = self._first - self._lowest

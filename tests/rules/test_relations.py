@@ -26,6 +26,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Sampler,
     Subset,
@@ -876,7 +877,7 @@ def test_number_of_targets_does_not_move_them() -> None:
         ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
-@pytest.mark.parametrize("how", ["loaded", "cast", "grouped"])
+@pytest.mark.parametrize("how", ["loaded", "cast", "grouped", "rank", "shuffled"])
 def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int], how: str) -> None:
     """Those of a loop or a sampler may be samples of a group, such as a patient with one diagnosis."""
     kinds = [torch.arange(8) % 6 if kind is None else torch.full((8,), kind) for kind in order]
@@ -884,6 +885,8 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
     data = TensorDataset(torch.randn(8 * len(order), 5), labels[:, None].int() if how == "cast" else labels)
     grouped = BatchSampler([*range(len(data))], 8, drop_last=True)
     loaded = DataLoader(data, batch_sampler=grouped) if how == "grouped" else DataLoader(data, 8)
+    if how in ("rank", "shuffled"):
+        loaded = DataLoader(data, 8, sampler=DistributedSampler(data, 1, 0, shuffle=how == "shuffled"))
     optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
         for inputs, targets in loaded:
@@ -891,7 +894,7 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
             class_loss(model, (inputs, targets.flatten().long())).backward()
             optimizer.step()
             probe.end_step()
-    assert violations(probe) == [("samples_vary", step) for step in steps if how != "grouped"]
+    assert violations(probe) == [("samples_vary", step) for step in steps if how not in ("grouped", "shuffled")]
 
 
 @pytest.mark.spread(3)
