@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .observations import OF_NUMBERS, LossCall, PairLossCall, is_readable
+from .observations import OF_NUMBERS, BinaryLossCall, LossCall, PairLossCall, is_readable
 from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
@@ -39,6 +39,7 @@ class ConstantPrediction(Relation):
         if len(classes) == 1 and all(call.is_mean and call.weight is None for call in self.training.losses):
             yield from self._check_classes(self.training.losses, *classes)
         pairs = self.training.pair_losses
+        yield from self._check_opponents()
         yield from self._check_targets([call for call in pairs if call.name in OF_NUMBERS][:1])
         if pairs and not self.training.losses and all(_is_comparable(call) for call in pairs):
             loss = _mean([call.result for call in pairs])
@@ -46,6 +47,14 @@ class ConstantPrediction(Relation):
             if variance > 0 and loss > 0:
                 text = f"the variance of the targets is {variance:.4g}"
                 yield Checked(True, variance / loss, text, path="mse_loss")
+
+    def _check_opponents(self) -> Iterator[Checked]:
+        """Report optimizers with opposite targets, as those of a GAN: the loss of one rises as that of the other falls."""
+        calls: list[BinaryLossCall | PairLossCall] = [*self.training.binary_losses, *self.training.pair_losses]
+        if len(self.training.optimizers) > 1:
+            values = {tuple(each.targets.detach().unique().tolist()) for each in calls if is_readable(each.targets)}
+            if len(values) > 1 and all(len(each) == 1 for each in values):
+                yield Checked(None, 1.0, f"the targets of {len(values)} losses are constant, and differ")
 
     def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:
         """Report targets that move: they are computed by a network that is trained, as those of Q-learning."""

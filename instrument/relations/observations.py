@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.jit._builtins import _get_builtin_table
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.utils.data import SequentialSampler, dataloader
+from torch.utils.data import DistributedSampler, SequentialSampler, dataloader
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock, graph_task
@@ -133,9 +133,10 @@ def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
     may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
     batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
     sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
-    is_in_order = not is_iterable and isinstance(sampler, SequentialSampler)
+    is_distributed = isinstance(sampler, DistributedSampler)
+    is_shuffled = sampler.shuffle if is_distributed else not isinstance(sampler, SequentialSampler)
     tensors = [tensor for _, tensor in iter_tensors(batch) if is_readable(tensor)]
-    labels = [each for each in tensors if is_in_order and each.ndim and each.numel() == len(each)]
+    labels = [each for each in tensors if not (is_iterable or is_shuffled) and each.ndim and each.numel() == len(each)]
     in_order = tuple(sampled_fingerprint(each.flatten().long()) for each in labels if not each.is_complex())
     number, workers = iterator._num_yielded - 1, iterator._num_workers
     prints = tuple(map(sampled_fingerprint, tensors))

@@ -26,7 +26,8 @@ class LossNotDecreasingRule(RuleBase):
     rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window. A loss that
     becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Losses after a
     rollout, whose data follow the policy, do not count, nor do those of targets that move, as in Q-learning: their mean squared distance
-    from their first mean quadruples. Nor does a loss that rises and falls, such as that of a generator: the means of the quarters of the
+    from their first mean quadruples. Losses of several optimizers with constant targets that differ, as those of a GAN, do not count
+    either. Nor does a loss that rises and falls, such as that of a generator: the means of the quarters of the
     window have to be equal within 5%, or never fall from one quarter to the next.
 
     It also fires if the loss decreases to that of a constant prediction, and stays there: the last quarter is not lower than the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,9 +33,10 @@ class LossSpikeRule(WindowRule):
     was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
     losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
     range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
-    times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once.
-    Losses up to 1e-6 are no reference there, and not if a loss was negative: they are the rounding of terms that cancel, as in a policy
-    gradient with normalized advantages and equal probabilities.
+    times the largest previous one (of at least two, none of them negative), or above 1e6 times the first two, is reported at once. So is
+    one that, like each of `for` - 1 losses before it, is more than `factor` times the previous loss. Losses up to 1e-6 are no reference
+    there, and not if a loss was negative: they are the rounding of terms that cancel, as in a policy gradient with normalized advantages
+    and equal probabilities.
     """
 
     factor: Annotated[float, Field(gt=1)] = Field(
@@ -98,6 +100,9 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
             bound, start = max(SUDDEN, self.spec.factor) * largest, max([*self._losses][:FEWEST])
             if start > ROUNDING:  # a loss that grows in each step, but by less
                 bound = min(bound, SUDDEN**2 * start)
+                last = [*self._losses][-self.spec.for_ :]
+                if len(last) == self.spec.for_ > 1 and all(b > self.spec.factor * a for a, b in pairwise(last)):
+                    bound = min(bound, self.spec.factor * last[-1])
             if len(self._losses) < FEWEST or self._lowest < 0 or loss <= bound:
                 return None
             return Firing(f"{loss:.4g}, {self._first:.4g} at first", loss, bound)

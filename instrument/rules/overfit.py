@@ -12,15 +12,15 @@ from ..fields.field_types import Count, NonNegative
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
-RISE = 0.1  # how far the evaluation loss has to be above its minimum, relative to the minimum and to what was learned before
+RISE = 0.5  # how far the evaluation loss has to be above its minimum, relative to the minimum and to what was learned before
 
 
 class OverfitRule(PersistentRule):
-    """The evaluation loss is far above the training loss since the last evaluation, and above its own minimum.
+    """The evaluation loss is far above the training loss since the last evaluation, and rises.
 
-    The rise above the minimum exceeds 10% of the minimum, and 10% of the decrease from the first training loss to the minimum: the
-    loss of a few wrong but confident predictions rises in healthy trainings too. Negative losses do not count: their ratio has no
-    meaning.
+    Each of these evaluations is worse than the one before: the loss of a large learning rate goes up and down. The rise above the minimum
+    exceeds half of the minimum, and undoes half of the decrease from the first training loss to the minimum: the loss of a few wrong but
+    confident predictions rises in healthy trainings too. Negative losses do not count: their ratio has no meaning.
     SageMaker Debugger (Overfit) has a ratio of 0.1, which most trainings on little data exceed.
     """
 
@@ -32,7 +32,7 @@ class OverfitRule(PersistentRule):
 
 class Overfit(CatalogueRule[OverfitRule], name="overfit"):
     source = "evaluations"
-    saved = ("sum", "count", "lowest", "first", "times")
+    saved = ("sum", "count", "lowest", "last", "first", "times")
     what = "overfitting"
     stage = "learning"
     advice = "Stop earlier, use more data or augmentation, or increase the weight decay."
@@ -41,7 +41,7 @@ class Overfit(CatalogueRule[OverfitRule], name="overfit"):
     def __init__(self, spec: OverfitRule) -> None:
         super().__init__(spec)
         self._sum, self._count = 0.0, 0  # of the training losses since the last evaluation
-        self._lowest = math.inf
+        self._lowest = self._last = math.inf  # of the evaluations
         self._first: float | None = None  # the first training loss
         self._times = 0
 
@@ -57,7 +57,7 @@ class Overfit(CatalogueRule[OverfitRule], name="overfit"):
             self._lowest = min(self._lowest, loss)
             ratio = (loss - training) / training if training > 0 and self._lowest >= 0 else 0.0
             learned = max(abs(self._lowest), (self._first or 0.0) - self._lowest)
-            has_risen = loss - self._lowest > RISE * learned
+            has_risen, self._last = loss > self._last and loss - self._lowest > RISE * learned, loss
             self._times = self._times + 1 if ratio > self.spec.above and has_risen else 0
             if self._times == self.spec.for_:
                 text = f"evaluation loss {loss:.4g}, training loss {training:.4g}, lowest evaluation loss {self._lowest:.4g}"

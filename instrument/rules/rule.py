@@ -289,7 +289,9 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         self._counts[chosen.slots] = counts
         self._any = bool(self._counts.any())
         for at in np.flatnonzero(counts == self.times_needed(chosen.slots)):
-            yield self.firing(rows, chosen, int(at))
+            location = chosen.locations[at]
+            is_note = (location.is_gradient or location.is_of_parameter) and rows.has_no_weight(location.layer)
+            yield Firing(NO_WEIGHT, None, location=location) if is_note else self.firing(rows, chosen, int(at))
 
     def is_frozen(self, location: Location) -> bool:
         return location.is_of_parameter and location.layer in self.frozen_layers
@@ -416,6 +418,8 @@ def _unpacked(packed: Any, like: Any) -> Any:
         return Counter(dict(packed))
     return deque(packed, like.maxlen) if isinstance(like, deque) else copy(packed)
 
+
+NO_WEIGHT = "the loss gives its part gradients of zero, as a term with a factor of 0, but not other parts"
 
 WEIGHTED = frozenset([
     "Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",

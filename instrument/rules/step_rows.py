@@ -288,6 +288,14 @@ class StepRows:
         counts, numel = self.non_finite(), np.nan_to_num(self.counts("numel"))
         return (counts > 0) & (counts >= self.layout.limits * numel)
 
+    def has_no_weight(self, layer: str) -> bool:
+        """Return whether a layer, and all layers before it in the backward pass, get gradients of zero, but not all layers."""
+        rows = zip(self.layout.locations, self.column("zero_fraction") >= 1, strict=True)
+        of_outputs = [(f".{location.layer}", is_zero) for location, is_zero in rows if location.role == "grad_output"]
+        parents = {name[:at] for name, _ in of_outputs for at, letter in enumerate(name) if letter == "."} | {"."}
+        first = next((at for at, (name, is_zero) in enumerate(of_outputs) if not is_zero and name not in parents), 0)
+        return f".{layer}" in {name for name, is_zero in of_outputs[:first] if is_zero}
+
     def metric(self, name: str) -> float | None:
         """Return a metric of the step; None if there is no value."""
         value = None if self.metrics is None else self.metrics.get(name)

@@ -21,9 +21,10 @@ class UnchangedParameterRule(PersistentRule):
     rate is 0 do. If the run records updates, parameters without an update do not count, such as those of a target network: no optimizer
     holds them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous
     recorded step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss
-    of the previous recorded step, below the first loss: an optimizer such as LBFGS has converged. A layer without a gradient between layers
-    with one is only noted, if gradients of outputs are recorded: the program detaches or does not use what it computes, as with the
-    pooler of an encoder whose tokens are classified.
+    of the previous recorded step, below the first loss: an optimizer such as LBFGS has converged. What the program does not use may be used
+    later, and is only noted: a parameter without a gradient in a layer that has one, a layer that is not called, if calls of others are
+    recorded, and, if gradients of outputs are recorded, a layer without a gradient between layers with one, as the pooler of an encoder
+    whose tokens are classified.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -97,15 +98,21 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         location = chosen.locations[at]
         gradients = [each for each in rows.layout.locations if each.is_gradient]
+        has_none = location.layer not in {each.layer for each in gradients}
         of_outputs = {each.layer for each in gradients if each.role == "grad_output"}
+        of_parameters = {(each.layer, each.path) for each in gradients if each.role == "param_grad"}
+        called = [f"{each.layer}." for each in rows.layout.locations if each.kind == "forward"]
+        own = f"{location.layer}.".lstrip(".")
         layers = list(dict.fromkeys(each.layer for each in chosen.locations))
         index = layers.index(location.layer)
         near = {*layers[max(0, index - 1) : index + 2]} - {location.layer}
-        if index and near <= of_outputs and location.layer not in {each.layer for each in gradients}:
-            return Firing(
-                "it has no gradient, but the layers next to it do: its output is not used, or is detached",
-                None,
-                None,
-                location,
-            )
+        note = ""
+        if location.layer in {layer for layer, _ in of_parameters} and location[1::4] not in of_parameters:
+            note = "another parameter of its layer does: it is not used in these steps"
+        elif has_none and called and not any(each.startswith(own) for each in called):
+            note = "others do: its layer is not called in these steps"
+        elif has_none and index and near <= of_outputs:
+            note = "the layers next to it do: its output is not used, or is detached"
+        if note:
+            return Firing(f"it has no gradient, but {note}", None, None, location)
         return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, location)

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
     "loss_not_decreasing": (losses(*[2.3, 2.31] * 110), losses(*(3 / (step + 1) for step in range(220))), 199, 2.305),
     "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, *[0.9] * 3), losses(1.0, *[0.001] * 30, *[0.02] * 3), 33, 0.9),
     "overfit": (
-        evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.6, 0.7, 0.8]),
+        evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.76, 0.78, 0.8]),
         evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.5, 0.5, 0.5]),
         5,
         7.0,
@@ -380,8 +380,10 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "images from 0 to 1": ("input_not_normalized", [Step(rows=[{**IMAGES, "mean": 0.9, "std": 0.1, "abs_max": 1.0}])], 0),
     "normalized by the next module": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, NORMALIZED])], 0),
     "normalized later": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, {**OUTPUT, "layer": "d"}, NORMALIZED])], 1),
-    "small rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19]), 0),
-    "large rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]), 1),
+    "small rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.8, 0.9, 1.0, 1.1, 1.19]), 0),
+    "large rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 1.3, 1.4, 1.5, 1.6, 1.7]), 1),
+    "rise of a large rate": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 2.8, 2.4, 3.1, 1.8, 3.0]), 0),
+    "converged, the lowest loss is an extreme value": ("overtraining", evaluated([1.0] * 14, [2.0, 1.1, *[1.2, 1.15] * 6]), 0),
     "negative loss": ("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300), 0),
     "positive loss": ("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300), 1),
     "loss that rises and falls": ("loss_not_decreasing", losses(*np.repeat(QUARTERS, 50)), 0),
@@ -418,10 +420,12 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "first losses of both signs": ("loss_spike", losses(-1e-3, 2e-4, 5.0), 0),
     "small losses": ("loss_spike", losses(1.0, *[1e-8] * 30, 2e-3, *[0.6] * 3), 1),
     "jump of the first losses": ("loss_spike", losses(2e-3, 1e-3, 5.0), 1),
+    "first losses that explode": ("loss_spike", losses(2.3, 2.2, 2.8, 35.0, 245.0, 20780.0), 1),
+    "first losses that rise with the square of the step": ("loss_spike", losses(*(1e-5 * step**2 for step in range(19))), 0),
     "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
     "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
     "signed loss, small": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10]), 0),
-    "signed loss, overtraining": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.1] * 10]), 1),
+    "signed loss, overtraining": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.3] * 10]), 1),
     "gradients of a loss of zero": ("all_zero", values(GRADIENT, "zero_fraction", [1.0] * 9, loss=0.0), 0),
     "outputs with a loss of zero": ("all_zero", values(OUTPUT, "zero_fraction", [1.0] * 9, loss=0.0), 1),
 }  # fmt: skip
@@ -581,7 +585,7 @@ def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
     (event,) = fired(
         "loss_spike", losses(2.0, 2.5, *(2.5 * 100.0**power for power in range(1, 6)))
     )  # by less each time
-    assert (event.step, event.threshold) == (5, 2.5e6)
+    assert (event.step, event.threshold) == (4, 125_000.0)
     assert fired("loss_spike", losses(0.0, 1e-7, *(1e-7 * 100.0**power for power in range(1, 6)))) == []
 
 

@@ -774,6 +774,53 @@ def test_a_layer_whose_output_is_not_used_is_noted(kind: str, stack: bool, sever
     assert ("its output is not used, or is detached" in first.message) == (severity == "info")
 
 
+class Later(nn.Module):
+    """A classifier with parts that are used later: a parameter, a head that is not called, and one whose loss has the factor 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.features.register_parameter("step_size", nn.Parameter(torch.ones(8)))
+        self.exit = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        self.angle = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        self.factor = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x).relu()
+        return self.head(hidden) + self.factor * self.angle(hidden).mean()
+
+
+@pytest.mark.parametrize("unused", ["exit", "angle", "nothing"])
+def test_parts_that_are_used_later_are_noted(unused: str) -> None:
+    """But not if all gradients are zero."""
+    model = Later()
+    if unused != "exit":
+        del model.exit
+    optimizer = sgd(model)
+    hooks = {
+        "outputs": {"layers": "**", "kind": "forward", "action": "record"},
+        "weights": {"layers": "**", "kind": "step_post", "action": "record"},
+        "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
+        "of_outputs": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+    }
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for batch in BATCHES:
+            loss = loss_of(model, batch) * (unused != "nothing")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss + 1.0)
+    events = probe.events.query("rule in ['unchanged_parameter', 'all_zero', 'vanishing_gradient']")
+    assert (events.severity == "warning").any() == (unused == "nothing")
+    messages = [
+        message.partition(": ")[2] for message in events.message[events.layer.fillna("").str.startswith(unused)]
+    ]
+    text = {"exit": "its layer is not called", "angle": "as a term with a factor of 0", "nothing": ""}[unused]
+    assert all(text in message for message in messages)
+    assert any("it is not used in these steps" in message for message in events.message)
+    assert unused == "nothing" or messages
+
+
 @pytest.mark.parametrize("role", ["param", "update"])
 def test_layers_that_are_skipped_in_recorded_steps_have_changed(role: str) -> None:
     """As by stochastic depth: with the parameters, their changes between these steps are known."""

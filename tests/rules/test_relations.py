@@ -26,6 +26,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Sampler,
     Subset,
@@ -876,7 +877,7 @@ def test_number_of_targets_does_not_move_them() -> None:
         ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
-@pytest.mark.parametrize("how", ["loaded", "cast", "grouped"])
+@pytest.mark.parametrize("how", ["loaded", "cast", "grouped", "rank", "shuffled"])
 def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int], how: str) -> None:
     """Those of a loop or a sampler may be samples of a group, such as a patient with one diagnosis."""
     kinds = [torch.arange(8) % 6 if kind is None else torch.full((8,), kind) for kind in order]
@@ -884,6 +885,8 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
     data = TensorDataset(torch.randn(8 * len(order), 5), labels[:, None].int() if how == "cast" else labels)
     grouped = BatchSampler([*range(len(data))], 8, drop_last=True)
     loaded = DataLoader(data, batch_sampler=grouped) if how == "grouped" else DataLoader(data, 8)
+    if how in ("rank", "shuffled"):
+        loaded = DataLoader(data, 8, sampler=DistributedSampler(data, 1, 0, shuffle=how == "shuffled"))
     optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
         for inputs, targets in loaded:
@@ -891,7 +894,7 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
             class_loss(model, (inputs, targets.flatten().long())).backward()
             optimizer.step()
             probe.end_step()
-    assert violations(probe) == [("samples_vary", step) for step in steps if how != "grouped"]
+    assert violations(probe) == [("samples_vary", step) for step in steps if how not in ("grouped", "shuffled")]
 
 
 @pytest.mark.spread(3)
@@ -956,6 +959,24 @@ def test_rising_loss_of_moving_targets_is_not_reported(*, moves: bool) -> None:
     moved = [(row["step"], row["value"]) for row in rows_of(probe, "constant_prediction") if row["holds"] is None]
     variance = float(torch.linspace(0.0, 1.0, 32).var())
     assert moved == [(8, pytest.approx(31 / 32 + 0.8**2 / variance, rel=1e-4))] * moves
+
+
+@pytest.mark.parametrize("opposed", [True, False])
+def test_constant_targets_of_opponents_are_not_compared(*, opposed: bool) -> None:
+    """As those of a GAN, whose losses stay near log(2)."""
+    model = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-9) for part in model.values()]
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizers) as probe:
+        for step in range(200):
+            scores = model["critic"](model["generator"](torch.full((4, 2), float(step % 2))))
+            targets = [torch.full((4, 1), target) for target in (1.0, 1.0 - opposed)]
+            first, second = (F.binary_cross_entropy_with_logits(scores, each) for each in targets)
+            (first + second).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            probe.end_step(loss=first)
+    assert ("loss_not_decreasing" in set(probe.events["rule"])) != opposed
 
 
 @pytest.mark.parametrize(
