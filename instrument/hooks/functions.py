@@ -310,9 +310,9 @@ class FunctionHooks(SuspendableModuleHooks):
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """Count a call in compiled code, which calls no functions."""
-        if self._is_active():
-            if is_compiling():  # torch.export runs this code
-                self._check_export()
+        if is_compiling():  # torch.export runs this code
+            self._check_export()
+        elif self._is_active():
             self.count_missed_call(COMPILED)
 
     def _check_export(self) -> None:

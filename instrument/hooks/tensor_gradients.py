@@ -131,6 +131,8 @@ class CallGradients:
                     leaf_hooks.register(tensor, hook)
                 else:
                     self.unfinished.append(TensorGradientHook(self.alias(path, tensor), hook))
+        # Hooks that outer and later modules register on the same tensor get its gradient before it is changed.
+        self.aliases = {key: alias_of(alias) for key, alias in self.aliases.items()}
         return self.with_aliases(output)
 
     def finish_registration(self) -> None:

@@ -286,6 +286,10 @@ def _folder(
     path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None, *, overwrite: bool
 ) -> RunFolder:
     if own_rank():
+        if not has_processes():
+            message = f"torchrun started this process with rank {own_rank()}, but it has no process group"
+            fix = "call torch.distributed.init_process_group before attach"
+            raise ConfigError(Problem("out", message, given=str(path), fix=fix))
         return WorkerRunFolder(path, own_rank(), where="out", remote=remote)
     return RunFolder(
         path,

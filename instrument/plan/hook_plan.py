@@ -167,9 +167,9 @@ def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: 
     if not candidates:
         labels = {layer.module: layer.label for layer in layers if any(_own_tensors(spec, layer))}
         below = [layer for layer in selected if not labels.keys().isdisjoint(layer.module.modules())]
-        message = (
-            f"none of the matched modules directly contains a {what}: {shorten([layer.label for layer in selected])}"
-        )
+        article = "an" if what.startswith("entry") else "a"
+        labelled = shorten([layer.label for layer in selected])
+        message = f"none of the matched modules directly contains {article} {what}: {labelled}"
         allowed = shorten([*labels.values()])
         similar = [f"{layer.name}.**".removeprefix(".") for layer in below[:3]]
         raise ConfigError(Problem(f"{where}.layers", message, list(spec.globs), allowed, similar))

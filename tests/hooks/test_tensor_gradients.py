@@ -228,6 +228,17 @@ def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind:
     assert torch.allclose(model.linear.bias.grad, hidden.grad.sum(0), rtol=1e-5)
 
 
+def test_outer_and_later_modules_have_the_gradient_before_the_intervention() -> None:
+    model, batch = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Identity()), torch.randn(2, 4)
+    specs = {
+        "scaled": scale("full_backward_pre", 0.5, "0.0"),
+        "seen": keep("full_backward_pre", ["0", "0.0", "1"]),
+    }
+    _, probe = run_step(model, specs, batch, loss=torch.sum)
+    found = tensors_by(probe, "layer")
+    assert {layer: float(gradient.unique()) for layer, gradient in found.items()} == {"1": 1.0, "0": 1.0, "0.0": 0.5}
+
+
 @pytest.mark.parametrize(
     "view", [lambda x: x.view(2, 8), lambda x: x[:, :5], lambda x: x.t()], ids=["all", "part", "turned"]
 )

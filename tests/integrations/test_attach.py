@@ -141,6 +141,14 @@ def test_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> 
     assert hook_count(loop.model) == 0
 
 
+def test_process_of_torchrun_without_a_group_is_refused(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    message = refused(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path)
+    assert "out: torchrun started this process with rank 1, but it has no process group\n" in message
+
+
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("raised", "status"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
 def test_error_in_the_loop_is_raised_and_rows_are_kept(

@@ -129,6 +129,7 @@ def test_plan_does_not_change_the_model() -> None:
             "running_mean",
         ),
         ({"layers": "head", **BUFFERS}, "layers", "directly contains a buffer", ""),
+        ({"layers": ".", "kind": "state_dict_pre"}, "layers", "directly contains an entry", "**"),
         ({"layers": "**", "types": "Lienar", "kind": "forward"}, "types", "none of the 4 modules", "Linear"),
     ],
 )

@@ -125,11 +125,15 @@ def test_strict_export_with_an_intervention_is_refused() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_exported_program_has_no_operations_of_record_hooks(strict: bool) -> None:
+def test_export_has_no_operations_of_record_hooks_and_is_not_counted(strict: bool) -> None:
     model, inputs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (torch.ones(2, 3),)
-    hooks = {name: HOOKS[name] for name in ("seen", "own")}
-    with instrument.attach(model, hooks):
+    hooks = {name: HOOKS[name] for name in ("seen", "own", *(() if strict else ("functions",)))}
+    with instrument.attach(model, hooks) as probe:
         program = torch.export.export(model, inputs, strict=strict)
+        model(*inputs).sum().backward()
+        probe.end_step()
+    assert {row["hook"]: row["call"] for row in probe.sink.records("stats")} == dict.fromkeys(hooks, 0)
+    assert all(row["fired"] == row["expected"] for row in probe.coverage())
     expected = torch.export.export(model, inputs, strict=strict)
     assert [str(node) for node in program.graph.nodes] == [str(node) for node in expected.graph.nodes]
 
