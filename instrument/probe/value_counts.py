@@ -16,20 +16,11 @@ from ..rules.reference_ranges import BUCKETS, COUNTS
 from ..rules.step_rows import RelationRow
 from .program_settings import MAX_NODES, reached
 
-EVERY, FIRST = 10, 2  # steps between those that are observed, and the first ones, which all are
+EVERY, FIRST = 10, 2  # the observed steps: the multiples of a number, and the first ones
 MAX_CALLS = 4  # of the same operator in a step that are apart
-# What each operator saves.
-_SAVED = {
-    **{
-        f"{name}Backward0": "target"
-        for name in (
-            "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MseLoss", "SmoothL1Loss", "HuberLoss",
-            "KlDiv",
-        )
-    },
-    "GatherBackward0": "index",
-    "EmbeddingBackward0": "indices",
-}  # fmt: skip
+_LOSSES = "NllLoss NllLoss2D BinaryCrossEntropy BinaryCrossEntropyWithLogits MseLoss SmoothL1Loss HuberLoss KlDiv"
+_SAVED = {f"{name}Backward0": "target" for name in _LOSSES.split()}  # what each operator saves
+_SAVED |= {"GatherBackward0": "index", "EmbeddingBackward0": "indices"}
 
 
 class ValueCounts(HookGroup):
@@ -43,7 +34,6 @@ class ValueCounts(HookGroup):
         super().__init__((), clock)
         self._counts: Counter[str] = Counter()
         self._buckets: dict[str, list[Tensor]] = {}
-        self._next = 0  # the next step that is observed
 
     def observe(self, *, is_recorded: bool) -> None:
         """Observe the losses of this step and the next ones, if hooks record in it."""
@@ -56,21 +46,20 @@ class ValueCounts(HookGroup):
 
     def take(self) -> list[RelationRow]:
         """Return the rows of a training step that ends."""
-        step, _, _, phase = self.clock.moment
-        if phase != "train" or not self._buckets:
+        if self.clock.moment.phase != "train" or not self._buckets:
             return []
         rows = []
         for path, found in self._buckets.items():
             counts = torch.cat(found).cpu().bincount(minlength=BUCKETS).tolist()
             rows.append(RelationRow(COUNTS, "", path, None, float(sum(counts)), " ".join(map(str, counts))))
-        self._next = step + (EVERY if step >= FIRST - 1 else 1)
         self._counts.clear()
         self._buckets.clear()
         return rows
 
     def _on_backward(self, loss: Tensor) -> None:
         step, _, _, phase = self.clock.moment
-        if self.clock.closed or phase != "train" or step < self._next or loss.grad_fn is None:
+        is_observed = phase == "train" and (step < FIRST or step % EVERY == 0) and not self.clock.closed
+        if not is_observed or loss.grad_fn is None:
             return
         if not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
             with suppress(Exception):  # it reads values of any training, and must not end it

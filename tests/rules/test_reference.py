@@ -1069,7 +1069,7 @@ def test_values_with_other_frequencies_are_reported(
 def test_values_are_counted_in_recorded_steps_of_a_training(tmp_path: Path) -> None:
     found = classify(0, tmp_path).run.relations
     found = found[found["relation"] == "counts"]
-    assert found["step"].unique().tolist() == [0, 4, 16, 28]  # hooks record in one of four
+    assert found["step"].unique().tolist() == [0, 20]  # hooks record in one of four
     torch.manual_seed(0)
     nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 12))
     tokens = torch.randint(4, (64, 2))
