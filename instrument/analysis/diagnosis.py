@@ -37,7 +37,7 @@ IS_TARGET = re.compile(r"\.\[(.*[._])?(label|target)s?(\..*)?\] input ")
 """The label of a location that is an argument of the model with the targets, as the models of transformers and torchvision have one."""
 IS_LOSS = re.compile(r".*( loss |\[loss\] output )")
 """The label of a location that is a loss, also one that a model returns."""
-PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE}
+PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE, "EmbeddingBackward0.indices": FORWARD}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"

@@ -23,6 +23,7 @@ from ..rules.reference_ranges import (
     ABOUT,
     CHANGE_OF_RATE,
     CHANGE_OF_WEIGHTS,
+    COUNTS,
     FIRST_STEPS,
     KEY,
     MEAN_LOSS,
@@ -32,10 +33,12 @@ from ..rules.reference_ranges import (
     STARTS,
     Reference,
     are_near,
+    difference_of_counts,
     phase_of,
     rounded,
     schema,
     steps_of,
+    sums_of_counts,
 )
 from ..rules.step_rows import FloatArray
 from ..storage.remote_folder import folder_at, is_address
@@ -214,6 +217,7 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         "settings": _common_settings(runs),
         "varied": sorted(map(list, set.intersection(*map(_varied, runs)))),
         "rates": _common_rates(runs),
+        "counts": _common_counts(runs),
     }
     return Reference(table, about)
 
@@ -234,6 +238,29 @@ def _common_rates(runs: Sequence[RunTables]) -> list[list[float]]:
         if not (changes and math.isclose(rate, changes[-1][1], rel_tol=CHANGE_OF_RATE, abs_tol=small)):
             changes.append([int(step), float(rate)])
     return changes
+
+
+def _common_counts(runs: Sequence[RunTables]) -> dict[str, dict[str, Any]]:
+    """Return `Reference.counts`; none of a single run, which does not show how much runs differ."""
+    of_runs: list[defaultdict[str, dict[int, FloatArray]]] = [defaultdict(dict) for _ in runs]
+    for run, found in zip(runs, of_runs, strict=True):
+        for batch in run.scan("relations", ["step", "path", "text"], ds.field("relation") == COUNTS):
+            for step, path, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                found[path][step] = found[path].get(step, 0) + np.array(text.split(), np.float64)  # of all processes
+    common: dict[str, dict[str, Any]] = {}
+    for path in sorted(set.intersection(*map(set, of_runs))) if len(runs) > 1 else ():
+        series = [found[path] for found in of_runs]
+        sums = [dict(sums_of_counts(each)) for each in series]
+        phases = dict.fromkeys(itertools.chain(*sums))
+        healthy = {phase: np.sum([own[phase] for own in sums if phase in own], axis=0) for phase in phases}
+        largest = 0.0
+        for each, own in zip(series, sums, strict=True):
+            others = ((counts, healthy[phase] - own[phase]) for phase, counts in sums_of_counts(each))
+            differences = [difference_of_counts(counts, other)[0] for counts, other in others if other.any()]
+            largest = max([largest, *map(min, itertools.pairwise(differences))])
+        listed = {phase: each.astype(int).tolist() for phase, each in healthy.items()}
+        common[path] = {"largest": largest, "counts": listed}
+    return common
 
 
 def _varied(run: RunTables) -> set[tuple[str, ...]]:

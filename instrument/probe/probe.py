@@ -51,6 +51,7 @@ from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows
+from .value_counts import ValueCounts
 
 PHASES = (*get_args(Phase), "sanity")
 
@@ -173,6 +174,7 @@ class Probe(OwnedByProcess):
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
         self._losses = LossOperators(plan.layers, self.clock)  # of the first step
+        self._counts = ValueCounts(self.clock)
         self._step_started_at = time.perf_counter()
         check_optimizers(plan, self.optimizers)
         super().__init__()
@@ -187,6 +189,7 @@ class Probe(OwnedByProcess):
         try:
             self._hooks.attach()
             self._hooks.add(self._relations)
+            self._hooks.add(self._counts)
             if self._relations.reads_fingerprints:
                 self.recorder.on_rows = self._on_rows
             if not self._is_resumed:
@@ -574,6 +577,7 @@ class Probe(OwnedByProcess):
             isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
         )
         self._hooks.refresh()
+        self._counts.observe(is_recorded=bool(scheduled))
 
     def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:
         """Pass the rows of a step to the rules, and its fingerprints to the relations."""
@@ -582,8 +586,8 @@ class Probe(OwnedByProcess):
             self._relations.training.fingerprints += stats.fingerprints()
 
     def _write_relations(self) -> None:
-        """Check the relations at the end of a step or of an evaluation, and write their rows."""
-        if rows := self._relations.check():
+        """Check the relations at the end of a step or of an evaluation, and write their rows and those of counts."""
+        if rows := [*self._relations.check(), *self._counts.take()]:
             self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
     def _write_layers(self) -> None:

@@ -218,8 +218,8 @@ def _operators(loss: Tensor, owners: Mapping[int, str]) -> tuple[_Operators, lis
     """Return the operators of the backward graph of a loss, and the parameters in it; none of a graph that is too large."""
     names_of = cache(_names_of_arguments)  # not longer than this call: the class of a custom function can hold tensors
     users: dict[Node, list[Tensor]] = {}
-    of_loss = _reached([] if loss.grad_fn is None else [loss.grad_fn], users)
-    of_model = _reached([*users])
+    of_loss = reached([] if loss.grad_fn is None else [loss.grad_fn], users)
+    of_model = reached([*users])
     operators: _Operators = Counter()
     if max(len(of_loss), len(of_model)) > MAX_NODES:
         return operators, []
@@ -257,7 +257,7 @@ def _factors(node: Node | None) -> set[Node]:
     return found
 
 
-def _reached(nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None) -> set[Node]:
+def reached(nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None) -> set[Node]:
     """Return the nodes of a graph that follow some nodes, and these. With `users`, nodes that use parameters are put there instead."""
     found: set[Node] = set()
     left = [*nodes]

@@ -198,7 +198,7 @@ class StepBounds:
         is_read = (slots >= 0).any()
         return all(
             self._narrow_metric(one, rows)
-            if one is not None and one.name in METRICS
+            if one is not None and one.name in (*METRICS, RELATIONS)
             else not is_read or self._narrow_statistic(one, slots, rows)
             for one in each
         )

@@ -23,6 +23,7 @@ from .reference_ranges import (
     ABOUT,
     CHANGE_OF_RATE,
     CHANGE_OF_WEIGHTS,
+    COUNTS,
     FACTORS,
     FIRST_STEPS,
     MEAN_LOSS,
@@ -34,6 +35,7 @@ from .reference_ranges import (
     ModuleSettings,
     Reference,
     are_near,
+    difference_of_counts,
     has_graph,
     is_of_graph,
     key_of,
@@ -41,7 +43,7 @@ from .reference_ranges import (
     setting_name,
     steps_of,
 )
-from .rule import Bounds, Firing, Part, PersistentLocatedRule, QuietSteps, extended
+from .rule import RELATIONS, Bounds, Firing, Part, PersistentLocatedRule, QuietSteps, extended
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
 
@@ -89,6 +91,10 @@ class ReferenceRule(PersistentRule):
     or the inputs of the first module repeat in one of the runs: the others then differ only because of the parameters.
     This reads the statistic `fingerprint`.
 
+    How often values occur in the targets of losses and in the indices of embeddings is added up in each phase of training, and compared
+    unless `stats` or `hook` is given: the table `relations` has them as `counts`. A chi-square is reported if it is above its mean by more
+    than 12 standard deviations, and by twice as many as that of a healthy run against the others. This takes at least two runs.
+
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin. A learning rate that a
     scheduler of PyTorch changes has a margin of a factor of 1.25: it depends on the length of the schedule. Weights of classes that differ
@@ -130,6 +136,7 @@ class ReferenceRule(PersistentRule):
 
 NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repeated input"
 IN_MANY_PLACES = "outside of the ranges in many places"
+OTHER_COUNTS = "other values"
 OF_GRADIENTS = f"{OTHER_SETTING} of gradients"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
@@ -138,6 +145,8 @@ FLOOR = 1.25  # a smaller factor is not a difference
 # Of the locations of a part of a step, in margins: the root mean square of the excess that is reported, the largest one of a location that
 # counts, and how many locations there have to be. With it, 23 of 793 healthy trainings have an event of a location, and 20 without it.
 EXCESS, MAX_EXCESS, MANY = 1 / 3, 3.0, 4
+# The difference of counts that is reported, in standard deviations of a chi-square, and how many times that of the healthy runs.
+DIFFERENCE, TIMES_OF_HEALTHY = 12.0, 2.0
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
@@ -160,7 +169,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     }
     requires = "locations of the reference"
     further_statistics = ("fingerprint",)
-    saved = ("counts", "times", "phase", "losses", "times_near")
+    saved = ("counts", "times", "phase", "losses", "times_near", "entered")
 
     def __init__(self, spec: ReferenceRule) -> None:
         super().__init__(spec)
@@ -193,6 +202,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         }
         self._step = self._phase = 0
         self._losses: list[float] = [0, 0.0]  # of this phase of training: their number and sum
+        self._entered: dict[str, list[Any]] = {}  # by tensor: the phase of training, and the counts of its values
         self._has_read = False
         self.settings: ModuleSettings | None = None  # those of the run, until they are compared
 
@@ -238,6 +248,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             if not (self.spec.hook or self.spec.stats):
                 yield from self._check_settings(self.settings, rows)
             self.settings = None
+        if rows.is_training and not (self.spec.hook or self.spec.stats):
+            yield from self._check_counts(rows)
         yield from super().update(rows)
         is_recorded = rows.phase not in self._phases or self.choose(rows.layout) is not None
         yield from self._check_metrics(rows, METRICS if is_recorded else ("lr",))
@@ -303,6 +315,31 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             elif firing is left_out[0]:
                 count = len(left_out)
                 yield Firing(f"{count} other modules, too", float(count), what=OTHER_SETTING)
+
+    def _check_counts(self, rows: StepRows) -> Iterator[Firing]:
+        """Yield a firing for each tensor of targets or indices that has values with other frequencies than in the healthy runs."""
+        phase = str(phase_of(rows.step))
+        for row in rows.relations:
+            if row.relation != COUNTS or (known := self.reference.counts.get(row.path)) is None:
+                continue
+            last, *before = self._entered.get(row.path, ("",))
+            counts = np.array(row.text.split(), np.float64) + (before if phase == last else 0)
+            self._entered[row.path] = [phase, *counts.tolist()]
+            if phase not in known["counts"]:
+                continue
+            healthy = np.array(known["counts"][phase], np.float64)
+            difference, bucket = difference_of_counts(counts, healthy)
+            limit = max(known["largest"], self.spec.margin * max(DIFFERENCE, TIMES_OF_HEALTHY * known["largest"]))
+            key = f"{COUNTS} {row.path}"
+            if difference <= limit:
+                del self._times[key]
+                continue
+            self._times[key] += 1
+            has_range = np.array([str(at) in known["counts"] for at in range(self._low.shape[2])], np.bool_)
+            if self._times[key] == self._times_in(has_range):
+                share, usual = (f"{each[bucket] / each.sum():.3g}" for each in (counts, healthy))
+                text = f"{row.path} has {share} of {counts.sum():.0f} values in bucket {bucket}; {usual} in {self._healthy_runs}"
+                yield Firing(text, difference, limit, what=OTHER_COUNTS)
 
     def _is_detached(self, settings: ModuleSettings, rows: StepRows) -> bool:
         """Return whether graphs differ in what is detached or rounded, and each output that the healthy runs recorded is there.
@@ -479,7 +516,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             if phase in STEP_PHASES and name != MEAN_LOSS
             for low, high, _, until in [self._of_metric(phase, name, self._phase)]
         ]
-        return [*of_statistics, *of_metrics, Bounds("loss", last=last)]
+        return [*of_statistics, *of_metrics, Bounds("loss", last=last), Bounds(RELATIONS, high=0)]
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         below, above = self._outside(rows, chosen)

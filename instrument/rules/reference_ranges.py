@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ GRAPH_PARTS = ("loss.", "graph.", NO_GRAD)
 """The beginnings of the settings that are operators of the backward graph of the loss: after the model, of it, and of both."""
 FACTORS = "loss.factor."
 """The beginning of the settings of the root that multiply or divide a complete loss: if its value is usual, they scale only gradients."""
+COUNTS = "counts"
+"""The name in the table `relations` of how often values occur in what enters a training; see `ValueCounts`."""
+BUCKETS = 64  # of these values
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
@@ -77,6 +80,8 @@ class Reference:
         index: The index of each location, given as the values of `KEY`.
         settings: The settings of each module that it has in all runs; None for one that differs between them.
         varied: The locations of inputs that differ in successive steps of the first ones, in all runs.
+        counts: Of each tensor of targets or indices: `counts`, how often values occur in each phase of training in all runs, by its index
+            as text, and `largest`, the largest difference of a run from the others in two successive steps; see `difference_of_counts`.
         rates: The steps at which the learning rate changes, and its values, float64 [2, changes]: none if it differs between the runs.
     """
 
@@ -84,6 +89,7 @@ class Reference:
         self.table, self.about = table, about
         self.settings: Mapping[str, Mapping[str, str | None]] = about.get("settings") or {}
         self.varied = {tuple(key) for key in about.get("varied") or ()}
+        self.counts: Mapping[str, Mapping[str, Any]] = about.get("counts") or {}
         self.rates: FloatArray = np.array(about.get("rates") or [], np.float64).reshape(-1, 2).T
         *columns, names = (table[name].cast("string").to_pylist() for name in (*KEY, "statistic"))
         keys = list(zip(*columns, strict=True))
@@ -131,6 +137,7 @@ class Reference:
         digest.update(self._ranges.tobytes())
         digest.update(json.dumps(self.settings).encode() if self.settings else b"")
         digest.update(json.dumps(sorted(self.varied)).encode() if self.varied else b"")
+        digest.update(json.dumps(self.counts).encode() if self.counts else b"")
         digest.update(self.rates.tobytes() if "rates" in self.about else b"")
         return digest.hexdigest()[:16]
 
@@ -165,6 +172,27 @@ class Reference:
 def steps_of(phase: int) -> range:
     """Return the steps of a phase of training."""
     return range(int(STARTS[phase]), int(STARTS[phase + 1]))
+
+
+def sums_of_counts(counts: Mapping[int, FloatArray]) -> Iterator[tuple[str, FloatArray]]:
+    """Yield for each step with counts its phase of training, as text, and the sum of the counts in this phase until this step."""
+    last, total = "", np.zeros(BUCKETS)
+    for step in sorted(counts):
+        phase = str(phase_of(step))
+        last, total = phase, counts[step] + (total if phase == last else 0)
+        yield phase, total
+
+
+def difference_of_counts(counts: FloatArray, healthy: FloatArray) -> tuple[float, int]:
+    """Return by how many standard deviations the chi-square of two lists of counts is above its mean, and the bucket that differs most.
+
+    Chance changes a rare value by some counts, so that a variance below 1/2 counts as 1/2.
+    """
+    total = counts + healthy
+    expected = total * counts.sum() / total.sum()
+    terms = (counts - expected) ** 2 / np.maximum(expected * healthy.sum() / total.sum(), 0.5)
+    freedom = max(int(np.count_nonzero(total)) - 1, 1)
+    return float(terms.sum() - freedom) / math.sqrt(2 * freedom), int(terms.argmax())
 
 
 def setting_name(layer: str, name: str) -> str:

@@ -498,10 +498,11 @@ for _table in (
     ),
     Table(
         "relations",
-        "a relation that does not hold at one tensor, or the first check of a relation",
+        "a relation that does not hold at one tensor, the first check of a relation, or how often values occur in a tensor",
         _columns(
             """
-            relation | label | | name of the relation, which is that of its rule, such as tied_weights
+            relation | label | | name of the relation, which is that of its rule, such as tied_weights; counts for the targets of a loss and
+                the indices of an embedding in a recorded step: how many values are in each of 64 buckets
             layer | label | | name of the module; empty for the root or the run as a whole
             path | label | | name of a parameter or buffer in its module, of a loss function, or location of a tensor; otherwise empty
             holds | bool | | whether it holds; null if it could not be checked

@@ -301,8 +301,8 @@ def test_numbers_in_the_losses_of_the_first_step_are_settings() -> None:
         (7 * other(torch.ones(1, 2))).sum().backward()  # of another model
         assert Tensor.backward is not given
         probe.end_step()
-        assert Tensor.backward is given
         settings = {name: text for name, text in probe.layers["settings"][0].items() if name.startswith("loss.")}
+    assert Tensor.backward is given
     assert settings == {
         "loss.AbsBackward0": "1",
         "loss.MeanBackward0": "1",

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from rule_rows import GRADIENT, OUTPUT, PARAMETER, Step, feed, rule_set
 from run_folders import write_run
 from scipy import stats
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument import ConfigError
@@ -30,8 +32,10 @@ from instrument.analysis.rule_events import rule_events
 from instrument.commands import findings, reference
 from instrument.config.parse import parse_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.probe import value_counts
+from instrument.relations.observations import BACKWARDS
 from instrument.rules.reference import ReferenceRanges
-from instrument.rules.reference_ranges import STARTS, Reference, phase_of
+from instrument.rules.reference_ranges import BUCKETS, STARTS, Reference, difference_of_counts, phase_of
 from instrument.rules.rule import Part
 from instrument.rules.rule_set import RuleEvent
 
@@ -1034,3 +1038,102 @@ def test_experiment_uses_a_reference_and_keeps_it(cli: Callable[..., Answer], wo
     assert "same" not in set(instrument.load("runs/b").events["rule"])
     answer = cli(*run, rule % "runs/c", "hydra.run.dir=runs/d")
     assert (answer.code, "rules.same.from: file or folder not found" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize("counts", [[10, 20, 30, 0], [400, 0, 300, 200]])
+def test_difference_of_counts_is_that_of_a_chi_square(counts: Sequence[int]) -> None:
+    ours, healthy = np.zeros((2, BUCKETS))
+    ours[:4], healthy[:4] = counts, [100, 150, 300, 80]
+    expected = stats.chi2_contingency([ours[:4], healthy[:4]], correction=False)
+    difference, bucket = difference_of_counts(ours, healthy)
+    assert difference == pytest.approx((expected.statistic - 3) / math.sqrt(6))
+    residuals = (ours[:4] - expected.expected_freq[0]) ** 2 / expected.expected_freq.prod(axis=0)
+    assert bucket == (residuals * expected.expected_freq.sum(axis=0)).argmax()
+    assert difference_of_counts(ours, 5 * ours)[0] == pytest.approx(
+        -math.sqrt(np.count_nonzero(counts) - 1) / math.sqrt(2)
+    )
+
+
+def classify(seed: int, out: Path, shift: int = 0, of: str = "targets", **options: Any) -> AttachedProbe:
+    """Train a classifier of pairs of tokens, whose sum is the class. From step 16 on, tokens or classes can be shifted."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 12))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    hooks = {"outputs": {"layers": "2", "kind": "forward", "action": "record", "every": 4}}
+    with instrument.attach(model, hooks, optimizer=optimizer, out=out, **options) as probe:
+        for step in range(32):
+            tokens = torch.randint(4, (64, 2))
+            targets = tokens.sum(1)
+            if step >= 16:
+                tokens, targets = (tokens + shift, targets) if of == "tokens" else (tokens, targets + shift)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens), targets)
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return probe
+
+
+@pytest.mark.parametrize(
+    ("of", "shift", "name", "part"),
+    [
+        ("targets", 0, "", None),
+        ("targets", 3, "NllLossBackward0.target", "loss"),
+        ("tokens", 1, "EmbeddingBackward0.indices", "forward"),
+    ],
+)
+def test_values_with_other_frequencies_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, shift: int, name: str, part: Part | None
+) -> None:
+    monkeypatch.setattr(value_counts, "EVERY", 4)
+    for seed in range(3):
+        classify(seed, tmp_path / "healthy" / str(seed), rules=None)
+    rules = {"same": {"rule": "reference", "from": str(tmp_path / "healthy")}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", instrument.InstrumentWarning)
+        probe = classify(7, tmp_path / "run", shift, of, rules=rules)
+    live = probe.events[probe.events["message"].str.startswith("other values")]
+    assert len(live) == bool(part)
+    events = rule_events(instrument.load(tmp_path / "run"), parse_rules(rules))
+    assert [event.message for event in events if event.message.startswith("other values")] == live["message"].tolist()
+    if part is not None:
+        assert (live.iloc[0]["step"], live.iloc[0]["message"].split()[5]) == (20, name)
+        assert probe.findings.iloc[0]["advice"] == ReferenceRanges.advice_in[part]
+    for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
+        quiet = rule_events(instrument.load(tmp_path / "run"), parse_rules({"same": {**rules["same"], **chosen}}))
+        assert not any(event.message.startswith("other values") for event in quiet)
+
+
+def test_values_are_counted_in_recorded_steps_of_a_training(tmp_path: Path) -> None:
+    found = classify(0, tmp_path).run.relations
+    found = found[found["relation"] == "counts"]
+    assert found["step"].unique().tolist() == [0, 20]  # hooks record in one of four
+    torch.manual_seed(0)
+    nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 12))
+    tokens = torch.randint(4, (64, 2))
+    expected = {"EmbeddingBackward0.indices": tokens, "NllLossBackward0.target": tokens.sum(1)}
+    first = found[found["step"] == 0].set_index("path")["text"]
+    assert {path: [*map(int, text.split())] for path, text in first.items()} == {
+        path: values.flatten().bincount(minlength=BUCKETS).tolist() for path, values in expected.items()
+    }
+    assert not BACKWARDS.observers
+
+
+def test_numbers_are_counted_by_their_exponent_and_recomputed_ones_are_not(tmp_path: Path) -> None:
+    targets = torch.tensor([0.0, 1.0, -1.0, 0.75, 5.0, float("nan")])
+    model = nn.Linear(1, 1)
+
+    def recomputed(numbers: torch.Tensor) -> torch.Tensor:
+        return nn.functional.smooth_l1_loss(model(numbers)[:, 0], targets)
+
+    hooks = {"outputs": {"layers": ".", "kind": "forward", "action": "record"}}
+    with instrument.attach(model, hooks, out=tmp_path) as probe:
+        numbers = torch.ones(6, 1)
+        loss = nn.functional.mse_loss(model(numbers)[:, 0], targets)
+        (loss + checkpoint(recomputed, numbers, use_reentrant=False)).backward()
+        probe.end_step()
+    found = probe.run.relations
+    counts = found[found["relation"] == "counts"].set_index("path")["text"]
+    assert counts.index.tolist() == ["MseLossBackward0.target"]
+    expected = Counter(2 * math.frexp(value)[1] + (value < 0) for value in (0.0, 1.0, -1.0, 0.75, 5.0, 0.0))
+    assert counts.iloc[0].split() == [str(expected[bucket]) for bucket in range(BUCKETS)]

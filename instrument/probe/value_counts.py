@@ -1,0 +1,91 @@
+"""How often values occur in what enters a training: the targets of its losses, and the indices of its embeddings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ..hooks.clock import Clock
+from ..hooks.hook_group import HookGroup
+from ..relations.observations import BACKWARDS, MAX_ELEMENTS, is_readable
+from ..rules.reference_ranges import BUCKETS, COUNTS
+from ..rules.step_rows import RelationRow
+from .program_settings import MAX_NODES, reached
+
+EVERY, FIRST = 10, 2  # the observed steps: the multiples of a number, and the first ones
+MAX_CALLS = 4  # of the same operator in a step that are apart
+_LOSSES = "NllLoss NllLoss2D BinaryCrossEntropy BinaryCrossEntropyWithLogits MseLoss SmoothL1Loss HuberLoss KlDiv"
+_SAVED = {f"{name}Backward0": "target" for name in _LOSSES.split()}  # what each operator saves
+_SAVED |= {"GatherBackward0": "index", "EmbeddingBackward0": "indices"}
+
+
+class ValueCounts(HookGroup):
+    """Counts the values of the targets and indices in the backward graphs of the losses of recorded steps, before `backward`.
+
+    The bucket of an integer is its value modulo 64. That of another number is twice its binary exponent, plus 1 if it is negative,
+    modulo 64. Of a larger tensor, up to `MAX_ELEMENTS` elements are read. Compiled code has no such graph.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__((), clock)
+        self._counts: Counter[str] = Counter()
+        self._buckets: dict[str, list[Tensor]] = {}
+
+    def observe(self, *, is_recorded: bool) -> None:
+        """Observe the losses of this step and the next ones, if hooks record in it."""
+        self.detach()
+        if is_recorded and self.clock.moment.phase == "train" and not self.clock.closed:
+            BACKWARDS.add(self._on_backward)
+
+    def detach(self) -> None:
+        BACKWARDS.remove(self._on_backward)
+
+    def take(self) -> list[RelationRow]:
+        """Return the rows of a training step that ends."""
+        if self.clock.moment.phase != "train" or not self._buckets:
+            return []
+        rows = []
+        for path, found in self._buckets.items():
+            counts = torch.cat(found).cpu().bincount(minlength=BUCKETS).tolist()
+            rows.append(RelationRow(COUNTS, "", path, None, float(sum(counts)), " ".join(map(str, counts))))
+        self._counts.clear()
+        self._buckets.clear()
+        return rows
+
+    def _on_backward(self, loss: Tensor) -> None:
+        step, _, _, phase = self.clock.moment
+        is_observed = phase == "train" and (step < FIRST or step % EVERY == 0) and not self.clock.closed
+        if not is_observed or loss.grad_fn is None:
+            return
+        if not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
+            with suppress(Exception):  # it reads values of any training, and must not end it
+                self._add(loss.grad_fn)
+
+    @torch.no_grad()
+    def _add(self, root: Node) -> None:
+        nodes = reached([root])
+        known = [node for node in nodes if node.name() in _SAVED] if len(nodes) <= MAX_NODES else []
+        for node in sorted(known, key=lambda node: node._sequence_nr()):
+            name = f"{node.name()}.{(saved := _SAVED[node.name()])}"
+            values = getattr(node, f"_raw_saved_{saved}")
+            # Hooks on saved tensors can compute them again.
+            tensor = values.data if getattr(values, "unpack_hook", values) is None else None
+            if tensor is None or tensor.requires_grad or not is_readable(tensor) or not tensor.numel():
+                continue
+            call = min(self._counts[name], MAX_CALLS - 1)
+            self._counts[name] += 1
+            self._buckets.setdefault(f"{name} {call}" if call else name, []).append(_buckets(tensor))
+
+
+def _buckets(tensor: Tensor) -> Tensor:
+    """Return the bucket of each element, or of evenly spaced ones, uint8 [elements]."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat[:: len(flat) // MAX_ELEMENTS + 1]
+    if flat.is_floating_point():
+        numbers = flat.float().nan_to_num()
+        flat = 2 * torch.frexp(numbers).exponent + (numbers < 0)
+    return (flat.long() % BUCKETS).to(torch.uint8)
