@@ -157,7 +157,7 @@ def jobs_of(programs: Sequence[Program], only: Sequence[str], seeds: int) -> Ite
 def references_of(names: Iterable[str], count: int, folder: Path, pool: ThreadPoolExecutor) -> dict[str, Path]:
     """Return a file for the rule `reference` of each program, if its healthy trainings make one."""
     jobs = [(PROGRAMS[name], "", REFERENCE_SEED + at) for name in names for at in range(count)]
-    results = pool.map(lambda job: run(job, rules=None, out=folder / job[0].name / str(job[2])), jobs)
+    results = pool.map(lambda job: run(job, rules="default", out=folder / job[0].name / str(job[2])), jobs)
     errors = {result.name: result.error for result in results if result.error is not None}
     files = {name: folder / f"{name}.parquet" for name in names if name not in errors}
     for name in list(files):

@@ -577,7 +577,7 @@ class Probe(OwnedByProcess):
             isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
         )
         self._hooks.refresh()
-        self._counts.observe(is_recorded=bool(scheduled))
+        self._counts.observe(is_recorded=bool(scheduled and self.rules.specs))
 
     def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:
         """Pass the rows of a step to the rules, and its fingerprints to the relations."""

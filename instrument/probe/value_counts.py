@@ -17,6 +17,7 @@ from ..rules.step_rows import RelationRow
 from .program_settings import MAX_NODES, reached
 
 EVERY, FIRST = 10, 2  # the observed steps: the multiples of a number, and the first ones
+DENSE = 320  # steps after which half as many are observed, and again after each doubling: at least six in each phase of training
 MAX_CALLS = 4  # of the same operator in a step that are apart
 _LOSSES = "NllLoss NllLoss2D BinaryCrossEntropy BinaryCrossEntropyWithLogits MseLoss SmoothL1Loss HuberLoss KlDiv"
 _SAVED = {f"{name}Backward0": "target" for name in _LOSSES.split()}  # what each operator saves
@@ -58,8 +59,8 @@ class ValueCounts(HookGroup):
 
     def _on_backward(self, loss: Tensor) -> None:
         step, _, _, phase = self.clock.moment
-        is_observed = phase == "train" and (step < FIRST or step % EVERY == 0) and not self.clock.closed
-        if not is_observed or loss.grad_fn is None:
+        is_observed = step < FIRST or step % (EVERY << (step // DENSE).bit_length()) == 0
+        if not is_observed or phase != "train" or self.clock.closed or loss.grad_fn is None:
             return
         if not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
             with suppress(Exception):  # it reads values of any training, and must not end it

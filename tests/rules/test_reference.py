@@ -1086,11 +1086,11 @@ def test_values_with_other_frequencies_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, shift: int, name: str, part: Part | None
 ) -> None:
     monkeypatch.setattr(value_counts, "EVERY", 4)
-    for seed in range(3):
-        classify(seed, tmp_path / "healthy" / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path / "healthy")}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", instrument.InstrumentWarning)
+        for seed in range(3):
+            classify(seed, tmp_path / "healthy" / str(seed))
         probe = classify(7, tmp_path / "run", shift, of, rules=rules)
     live = probe.events[probe.events["message"].str.startswith("other values")]
     assert len(live) == bool(part)
@@ -1104,10 +1104,22 @@ def test_values_with_other_frequencies_are_reported(
         assert not any(event.message.startswith("other values") for event in quiet)
 
 
-def test_values_are_counted_in_recorded_steps_of_a_training(tmp_path: Path) -> None:
-    found = classify(0, tmp_path).run.relations
+def test_values_are_counted_in_recorded_steps_of_a_training_with_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(value_counts, "EVERY", 2)
+    monkeypatch.setattr(value_counts, "DENSE", 8)
+    found = classify(0, tmp_path / "run").run.relations
     found = found[found["relation"] == "counts"]
-    assert found["step"].unique().tolist() == [0, 20]  # hooks record in one of four
+    assert found["step"].unique().tolist() == [
+        0,
+        4,
+        8,
+        12,
+        16,
+        24,
+    ]  # hooks record in one of four, and from 16 on, one of eight is observed
+    assert classify(0, tmp_path / "without", rules=None).run.relations.empty
     torch.manual_seed(0)
     nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 12))
     tokens = torch.randint(4, (64, 2))
