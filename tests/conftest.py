@@ -38,9 +38,10 @@ sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # A garbage collection visits everything that PyTorch and transformers have imported, which takes a third of a second. It is
-# off while pytest collects the tests, and rare later.
+# off while pytest collects the tests, and rare later, also after compilations.
 gc.disable()
 gc.set_threshold(100_000)
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 IS_SECOND_PROCESS = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
 if IS_SECOND_PROCESS:
