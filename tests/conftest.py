@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from tiers import mark_combinations, mark_spread
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ if KERNEL_DEVICE == "cpu":
 SAME_EXAMPLES = settings(
     deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200
 )
+# Hypothesis would read the numbers and texts in the source of all imported modules, for examples that change with them.
+providers._get_local_constants = lambda: providers._local_constants
 settings.register_profile("all", SAME_EXAMPLES)
 settings.register_profile("quick", SAME_EXAMPLES, max_examples=25)
 
