@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from tiers import mark_combinations, mark_spread
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # A garbage collection visits everything that PyTorch and transformers have imported, which takes a third of a second. It is
-# off while pytest collects the tests, and rare later.
+# off while pytest collects the tests, and rare later, also after compilations.
 gc.disable()
 gc.set_threshold(100_000)
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 IS_SECOND_PROCESS = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
 if IS_SECOND_PROCESS:
@@ -55,6 +57,8 @@ if KERNEL_DEVICE == "cpu":
 SAME_EXAMPLES = settings(
     deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200
 )
+# Hypothesis would read the numbers and texts in the source of all imported modules, for examples that change with them.
+providers._get_local_constants = lambda: providers._local_constants
 settings.register_profile("all", SAME_EXAMPLES)
 settings.register_profile("quick", SAME_EXAMPLES, max_examples=25)
 

@@ -7,13 +7,14 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems, similar_names
@@ -59,6 +60,8 @@ SECTIONS = ("model", "data", "task", "optimizer", "scheduler", "train", "apply")
 """The sections of the configuration that decide how a model trains."""
 
 INDEX = [*KEY, "statistic", "phase_of_training"]
+LABELS = [(name, pa.string()) for name in INDEX[:-1]]
+OF_RANGES = pa.schema([*LABELS, (INDEX[-1], pa.int64()), ("low", pa.float64()), ("high", pa.float64())])
 NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
 # The probability that a value of a healthy run is outside, if the differences between runs are normal. A run has one mean loss, and
 # thousands of other series.
@@ -143,45 +146,57 @@ def read_reference(
     return reference
 
 
-def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
+def ranges_of(run: RunTables, statistics: Sequence[str]) -> pa.Table:
     """Return the smallest and the largest value (`low`, `high`) of statistics in each phase of training of one run.
 
-    The index is `KEY`, `statistic` and `phase_of_training`. Non-finite rows and recomputed ones are left out, as rules do not read them.
+    The other columns are `INDEX`. Non-finite rows and recomputed ones are left out, as rules do not read them.
     """
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
     metrics = [name for name in statistics if name in METRICS and name != MEAN_LOSS]
-    parts: list[pd.DataFrame] = []
+    parts: list[pa.Table] = []
     for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
-        parts.append(_ranges(batch.filter(pa.array(~not_finite_in(batch))).to_pandas(), columns))
+        parts.append(_ranges(batch.filter(pa.array(~not_finite_in(batch))), columns))
     for batch in run.scan("metrics", ["step", "phase", *metrics]):
-        rows = batch.to_pandas().replace([np.inf, -np.inf], np.nan)
-        parts.append(_ranges(rows.assign(**{name: "" for name in KEY if name != "phase"}), metrics))
+        parts.append(_ranges(batch, metrics, only_finite=True))
     if MEAN_LOSS in statistics:
         parts.append(_mean_losses(run))
-    of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
-    return of_batches.agg({"low": "min", "high": "max"}).astype(float)
+    grouped = pa.concat_tables([OF_RANGES.empty_table(), *parts]).group_by(INDEX, use_threads=False)
+    return grouped.aggregate([("low", "min"), ("high", "max")]).rename_columns([*INDEX, "low", "high"])
 
 
-def _mean_losses(run: RunTables) -> pd.DataFrame:
+def _mean_losses(run: RunTables) -> pa.Table:
     """Return the mean loss of each phase of training of several steps that all have one, in the smallest and largest of all processes."""
     of_training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
-    tables = [batch.to_pandas() for batch in run.scan("metrics", ["step", "rank", "loss"], of_training)]
-    rows = pd.concat([pd.DataFrame(columns=["step", "rank", "loss"], dtype=float), *tables])
-    rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
-    losses = rows[np.isfinite(rows["loss"])].groupby(["phase_of_training", "rank"])["loss"].agg(["mean", "count"])
-    phases = losses.index.get_level_values("phase_of_training")
-    lengths = np.array([len(steps_of(phase)) for phase in phases])
-    means = losses["mean"][(lengths > 1) & (losses["count"] == lengths)].groupby("phase_of_training")
-    found: pd.DataFrame = means.agg(low="min", high="max").reset_index()
-    return found.assign(**{**dict.fromkeys(KEY, ""), "phase": "train", "statistic": MEAN_LOSS})
+    losses: defaultdict[tuple[int, int], list[float]] = defaultdict(list)  # by phase of training and process
+    for batch in run.scan("metrics", ["step", "rank", "loss"], of_training):
+        step, rank, loss = (batch[name].to_numpy(zero_copy_only=False) for name in ("step", "rank", "loss"))
+        for key, each in zip(zip(phase_of(step).tolist(), rank.tolist(), strict=True), loss.tolist(), strict=True):
+            if math.isfinite(each):
+                losses[key].append(each)
+    whole = {key: each for key, each in losses.items() if 1 < len(each) == len(steps_of(key[0]))}
+    means = [float(np.mean(each)) for each in whole.values()]
+    return _rows([phase for phase, _ in whole], MEAN_LOSS, means, means, {"phase": ["train"] * len(means)})
 
 
-def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
-    groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[[*columns]]
-    ranges = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()
-    ranges["high"] = groups.max().melt()["value"]
-    return ranges.dropna().astype(dict.fromkeys(KEY, str))
+def _ranges(rows: pa.RecordBatch, columns: Sequence[str], *, only_finite: bool = False) -> pa.Table:
+    """Return the ranges of columns of a table; the names of locations that it does not have are empty."""
+    values = {name: rows[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in columns}
+    if only_finite:
+        values = {name: np.where(np.isfinite(each), each, np.nan) for name, each in values.items()}
+    given = [name for name in KEY if name in rows.schema.names]
+    keys = {**{name: rows[name].cast(pa.string()) for name in given}, "at": phase_of(rows["step"].to_numpy())}
+    table = pa.table({**keys, **{f"of {name}": pa.array(each, from_pandas=True) for name, each in values.items()}})
+    kinds = [(f"of {name}", function) for name in columns for function in ("min", "max")]
+    found = table.group_by([*keys], use_threads=False).aggregate(kinds)
+    known = {name: found[name] for name in given}
+    parts = [_rows(found["at"], name, found[f"of {name}_min"], found[f"of {name}_max"], known) for name in columns]
+    return pa.concat_tables([OF_RANGES.empty_table(), *parts]).filter(pc.is_valid(pc.field("low")))
+
+
+def _rows(phases: Any, statistic: str, low: Any, high: Any, known: Mapping[str, Any]) -> pa.Table:
+    """Return ranges of one statistic as a table; the columns of `KEY` that are not known are empty."""
+    names = {**dict.fromkeys(KEY, [""] * len(phases)), "statistic": [statistic] * len(phases), **known}
+    return pa.table({**names, "phase_of_training": phases, "low": low, "high": high}, OF_RANGES)
 
 
 def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
@@ -337,10 +352,14 @@ def _rules_that_warned(run: RunTables) -> list[str]:
     return sorted({name for batch in run.scan("events", ["rule"], warned) for name in batch["rule"].to_pylist()})
 
 
-def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:
+def _table(runs: Sequence[pa.Table]) -> pa.Table:
     """Return the rows of a reference from the ranges of each run; see `Reference`."""
-    lows, highs = (pd.concat([run[name] for run in runs], axis=1) for name in ("low", "high"))
-    index = lows.index.to_frame(index=False)
+    rows: pd.DataFrame = pa.concat_tables(runs).to_pandas()
+    index = rows[INDEX].drop_duplicates(ignore_index=True)
+    at = rows.groupby(INDEX, sort=False).ngroup(), np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+    both = np.full((2, len(index), len(runs)), np.nan)
+    both[0][at], both[1][at] = rows["low"], rows["high"]
+    lows, highs = (pd.DataFrame(each, pd.MultiIndex.from_frame(index)) for each in both)
     columns = {
         **{name: index[name] for name in (*KEY, "statistic")},
         "step": STARTS[index["phase_of_training"].to_numpy(int)],
@@ -355,7 +374,7 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
     """Return the margin of each range; see `ReferenceRule`.
 
     Args:
-        lows, highs: The smallest and largest values, [ranges, runs], with the index of `ranges_of`.
+        lows, highs: The smallest and largest values, [ranges, runs], with the index `INDEX`.
         statistics: The statistic of each range, [ranges].
     """
     with packages_of("analysis", "a reference"):

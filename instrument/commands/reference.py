@@ -119,8 +119,8 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     """Print the locations at which a run leaves a reference, and return the exit code."""
     run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
-    of_run = ranges_of(run, ranges.statistics).index
-    recorded = {key[: len(KEY)] for key in of_run}
+    of_run = ranges_of(run, ranges.statistics)
+    recorded = {*zip(*(of_run[name].to_pylist() for name in KEY), strict=True)}
     known = ranges.locations or list(ranges.index)
     missing = [key for key in known if key not in recorded]
     located = ((key[0] or key[-1], location_name(key[1], key[4], key[2]) if key[0] else "metrics") for key in missing)
@@ -132,7 +132,7 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     out, last = sys.stderr if as_json else sys.stdout, ranges.about["last_step"]
     if missing:
         print(f"{len(missing)} of {len(known)} locations of the reference were not recorded: {names}", file=out)
-    if of_run.get_level_values("phase_of_training").max() > (phase := phase_of(last)):
+    if max(of_run["phase_of_training"].to_pylist()) > (phase := phase_of(last)):
         text = f"steps after {steps_of(phase)[-1]} were not compared: the reference ends at step {last}"
         print(text, file=out)
     return print_findings(fired, run, as_json=as_json, otherwise=f"nothing outside of {reference}")

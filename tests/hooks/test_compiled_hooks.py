@@ -369,7 +369,7 @@ def test_interventions_act_on_complex_gradients() -> None:
 
 def test_blocks_that_reentrant_checkpointing_recomputes_have_known_calls() -> None:
     torch.manual_seed(0)
-    model = Calls(lambda block, x: checkpoint(block, x, use_reentrant=True), block=layers())
+    model = Calls(lambda block, x: checkpoint(block, x, use_reentrant=True), block=make("small"))
     called = copy.deepcopy(model)
     called.block.compile(backend="aot_eager", fullgraph=True)
     noise = {"noise": {"layers": "block.*", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.1}}

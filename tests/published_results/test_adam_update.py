@@ -24,7 +24,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def updates(page: Path) -> pd.DataFrame:
     """The statistics of the updates, divided by the learning rate."""
-    command = "-m +exp=adam_update optimizer.lr=0.001,0.01 hooks.rescale.factor=1,100 seed=1,2 quiet=true"
+    command = (
+        "-m +exp=adam_update optimizer.lr=0.001,0.01 hooks.rescale.factor=1,100 seed=1,2 train.steps=60 quiet=true"
+    )
     finished(page / "adam_update" / "others", *command.split())
     rows = instrument.load(page / "adam_update").stats.query("hook == 'updates'").copy()
     rows[["rms", "abs_max"]] = rows[["rms", "abs_max"]].div(rows["optimizer.lr"], axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -201,11 +202,12 @@ def test_many_locations_within_the_margin_are_reported_together(
     for at, value in enumerate([1.0, 2.0]):
         rows = [{"step": step, **each} for step in range(4) for each in in_layers([value] * len(margins))]
         write_run(tmp_path / str(at), rows={"stats": rows})
-    low, high = (float(each[0, 0, 0]) for each in make_reference(tmp_path).limits(["rms"], 1.0))
+    file = tmp_path / "ranges"  # is read faster than the runs
+    low, high = (float(each[0, 0, 0]) for each in make_reference(tmp_path, out=file).limits(["rms"], 1.0))
     values = [2 * (high / 2) ** each if each > 0 else low**-each for each in margins]
     usual = [1.5] * len(margins)
     rows = [Step(rows=in_layers(each), step=at, loss=1.0) for at, each in enumerate([values, usual, values, values])]
-    entry = {"rule": "reference", "from": str(tmp_path), **more}
+    entry = {"rule": "reference", "from": str(file), **more}
     events: list[RuleEvent] = []
     first, second = (rule_set({"r": entry}, events) for _ in range(2))
     feed(first, rows[:3], with_numbers=True)
@@ -759,6 +761,22 @@ class _Branches(nn.Module):
         return self.left(x) + (right if change is None else change(right))
 
 
+@pytest.fixture(scope="module")
+def healthy_branches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Function that returns the reference of healthy runs of `_Branches`. It trains once for each argument."""
+
+    @functools.cache
+    def made(usual: str) -> str:
+        folder = tmp_path_factory.mktemp("branches")
+        for seed in range(5):
+            torch.manual_seed(seed)
+            train_steps(_Branches(usual), HOOKS, torch.randn(4, 512, 4), out=folder / "runs" / str(seed), rules=None)
+        make_reference(folder / "runs", out=folder / "ranges")
+        return str(folder / "ranges")
+
+    return made
+
+
 @pytest.mark.parametrize(("usual", "how", "first", "part"), [
     ("", "detached", "right.graph.AccumulateGrad missing; 2", "backward"),
     ("detached", "", "right.graph.AccumulateGrad 2; missing", "backward"),
@@ -768,12 +786,10 @@ class _Branches(nn.Module):
     ("", "left out", "right.graph.AccumulateGrad missing; 2", "forward"),
 ])  # fmt: skip
 def test_layers_without_gradients_are_detached_or_not_used(
-    tmp_path: Path, usual: str, how: str, first: str, part: Part
+    healthy_branches: Callable[[str], str], usual: str, how: str, first: str, part: Part
 ) -> None:
-    for seed in range(5):
-        torch.manual_seed(seed)
-        train_steps(_Branches(usual), HOOKS, torch.randn(4, 512, 4), out=tmp_path / str(seed), rules=None)
-    rules = {"same": {"rule": "reference", "from": str(tmp_path)}}
+    rules = {"same": {"rule": "reference", "from": healthy_branches(usual)}}
+    torch.manual_seed(7)
     with pytest.warns(instrument.InstrumentWarning, match="other setting( of gradients)?: at step 0"):
         probe = train_steps(_Branches(how), HOOKS, torch.randn(4, 512, 4), rules=rules)
     finding = probe.findings.iloc[0]
