@@ -38,7 +38,9 @@ class LossScale(Relation):
         self._is_chosen = self.training.scaler is not None and self.training.scaler.get_scale() < MINIMUM
 
     def before_step(self, optimizer: Optimizer) -> None:
-        for gradient in self.training.gradients[optimizer][:1] if self.training.scaler is not None else ():
+        if self.training.scaler is None:
+            return
+        for gradient in self.training.gradients[optimizer][:1]:
             change = gradient.relative_change()
             if change is not None and len(gradient.micro_steps) == 1:
                 scale = self.training.scaler.get_scale()
