@@ -354,7 +354,6 @@ def raise_disk_full(*args: Any, **kwargs: Any) -> None:
 
 
 def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("instrument.integrations.attach.own_rank", lambda: 1)
     monkeypatch.setattr("instrument.storage.run_folder.RANK_0_TIMEOUT", 1.0)
     checked: list[list[str]] = []
 
@@ -365,8 +364,12 @@ def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp
 
     store = SimpleNamespace(check=interrupted_check)
     monkeypatch.setattr("instrument.storage.run_folder.store_of_restart", lambda: store)
-    with pytest.raises(KeyboardInterrupt), instrument.attach(network()[0], {}, out=tmp_path / "run"):
-        pass
+    torch.distributed.init_process_group("fake", rank=1, world_size=2)
+    try:
+        with pytest.raises(KeyboardInterrupt), instrument.attach(network()[0], {}, out=tmp_path / "run"):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()
     assert len(checked) == 1
 
 
