@@ -835,15 +835,25 @@ def test_factor_of_a_usual_loss_scales_gradients(tmp_path: Path, noted: float, w
     assert (finding["what"], finding["advice"]) == (what, ReferenceRanges.advice_in[part])
 
 
-@pytest.mark.parametrize(("weights", "is_outside"), [((1.3, 3.5), False), ((3.5, 1.3), True), (None, True)])
+@pytest.mark.parametrize(
+    ("weights", "reduction", "is_outside"),
+    [
+        ((1.3, 3.5), "mean", False),
+        ((1.3, 3.5), "sum", True),
+        ((3.5, 1.3), "mean", True),
+        (None, "mean", True),
+    ],
+)
 def test_weights_of_classes_can_differ_a_little(
-    tmp_path: Path, weights: tuple[float, float] | None, is_outside: bool
+    tmp_path: Path, weights: tuple[float, float] | None, reduction: str, is_outside: bool
 ) -> None:
-    def train(given: tuple[float, float] | None, **options: Any) -> AttachedProbe:
+    def train(given: tuple[float, float] | None, reduction: str = "mean", **options: Any) -> AttachedProbe:
         model = nn.Linear(4, 2)
         with instrument.attach(model, {"outputs": HOOKS["outputs"]}, **options) as probe:
             weight = None if given is None else torch.tensor(given)
-            loss = nn.functional.cross_entropy(model(torch.randn(64, 4)), torch.arange(64) % 2, weight)
+            loss = nn.functional.cross_entropy(
+                model(torch.randn(64, 4)), torch.arange(64) % 2, weight, reduction=reduction
+            )
             loss.backward()
             probe.end_step(loss=loss)
         return probe
@@ -852,7 +862,7 @@ def test_weights_of_classes_can_differ_a_little(
         train(given, out=tmp_path / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path), "margin": 10}}
     with pytest.warns(instrument.InstrumentWarning, match="loss.NllLoss") if is_outside else nullcontext():
-        findings = train(weights, rules=rules).findings
+        findings = train(weights, reduction, rules=rules).findings
     problems = findings.loc[findings["rule"] == "same", "advice"].tolist()
     assert problems == [ReferenceRanges.advice_in["loss"]] * is_outside
 
