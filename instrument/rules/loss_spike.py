@@ -101,7 +101,8 @@ class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
             if start > ROUNDING:  # a loss that grows in each step, but by less
                 bound = min(bound, SUDDEN**2 * start)
                 last = [*self._losses][-self.spec.for_ :]
-                if len(last) == self.spec.for_ > 1 and all(b > self.spec.factor * a for a, b in pairwise(last)):
+                explodes = min(last) > ROUNDING and all(b > self.spec.factor * a for a, b in pairwise(last))
+                if explodes and len(last) == self.spec.for_ > 1:
                     bound = min(bound, self.spec.factor * last[-1])
             if len(self._losses) < FEWEST or self._lowest < 0 or loss <= bound:
                 return None

@@ -93,7 +93,8 @@ class ReferenceRule(PersistentRule):
 
     How often values occur in the targets of losses and in the indices of embeddings is added up in each phase of training, and compared
     unless `stats` or `hook` is given: the table `relations` has them as `counts`. A chi-square is reported if it is above its mean by more
-    than 12 standard deviations, and by twice as many as that of a healthy run against the others. This takes at least two runs.
+    than 12 standard deviations, and than 2 + 6 / (n - 1) times as many as that of a healthy run against the others, for n runs: few runs
+    show little of how much they differ, as targets that a network computes do. This takes at least two runs.
 
     Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
     `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin. A learning rate that a
@@ -145,7 +146,8 @@ FLOOR = 1.25  # a smaller factor is not a difference
 # Of the locations of a part of a step, in margins: the root mean square of the excess that is reported, the largest one of a location that
 # counts, and how many locations there have to be. With it, 23 of 793 healthy trainings have an event of a location, and 20 without it.
 EXCESS, MAX_EXCESS, MANY = 1 / 3, 3.0, 4
-# The difference of counts that is reported, in standard deviations of a chi-square, and how many times that of the healthy runs.
+# The difference of counts that is reported, in standard deviations of a chi-square, and how many times that of many healthy runs. It is
+# 4 times as many of two runs: a third one whose targets are those of another random network is then outside in 3% instead of 27%.
 DIFFERENCE, TIMES_OF_HEALTHY = 12.0, 2.0
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
@@ -329,7 +331,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                 continue
             healthy = np.array(known["counts"][phase], np.float64)
             difference, bucket = difference_of_counts(counts, healthy)
-            limit = max(known["largest"], self.spec.margin * max(DIFFERENCE, TIMES_OF_HEALTHY * known["largest"]))
+            times = TIMES_OF_HEALTHY * (1 + 3 / (len(self.reference.about["runs"]) - 1))
+            limit = max(known["largest"], self.spec.margin * max(DIFFERENCE, times * known["largest"]))
             key = f"{COUNTS} {row.path}"
             if difference <= limit:
                 del self._times[key]

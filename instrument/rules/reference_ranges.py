@@ -206,11 +206,14 @@ def is_of_graph(name: str) -> bool:
 
 
 def are_near(one: str | None, other: str | None, factor: float) -> bool:
-    """Return whether two settings have equal texts, apart from numbers that differ by no more than a factor."""
+    """Return whether two settings have equal texts, apart from numbers that differ by no more than a factor, but not whole ones."""
     texts = [(each or "").removeprefix(ABOUT) for each in (one, other)]
     shapes = {NUMBER.sub("0", text) for text in texts}
-    pairs = zip(*([float(each[0]) for each in NUMBER.finditer(text)] for text in texts), strict=False)
-    return len(shapes) == 1 and all(math.isclose(*pair, rel_tol=1 - 1 / factor) for pair in pairs)
+    pairs = zip(*([each[0] for each in NUMBER.finditer(text)] for text in texts), strict=False)
+    return len(shapes) == 1 and all(
+        a == b or (not {".", "e"}.isdisjoint(a + b) and math.isclose(float(a), float(b), rel_tol=1 - 1 / factor))
+        for a, b in pairs
+    )
 
 
 def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:

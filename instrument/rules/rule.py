@@ -290,7 +290,8 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         self._any = bool(self._counts.any())
         for at in np.flatnonzero(counts == self.times_needed(chosen.slots)):
             location = chosen.locations[at]
-            is_note = (location.is_gradient or location.is_of_parameter) and rows.has_no_weight(location.layer)
+            is_of_loss = (location.is_gradient or location.is_of_parameter) and self.stage != "reference"
+            is_note = is_of_loss and rows.has_no_weight(location.layer)  # as expected, unless other runs differ
             yield Firing(NO_WEIGHT, None, location=location) if is_note else self.firing(rows, chosen, int(at))
 
     def is_frozen(self, location: Location) -> bool:

@@ -22,9 +22,9 @@ class UnchangedParameterRule(PersistentRule):
     holds them, and they have no gradient. An update of zero does not count if the recorded parameter has changed since the previous
     recorded step: its layer was skipped, as by stochastic depth. Neither does a step in which no parameter changes, with exactly the loss
     of the previous recorded step, below the first loss: an optimizer such as LBFGS has converged. What the program does not use may be used
-    later, and is only noted: a parameter without a gradient in a layer that has one, a layer that is not called, if calls of others are
-    recorded, and, if gradients of outputs are recorded, a layer without a gradient between layers with one, as the pooler of an encoder
-    whose tokens are classified.
+    later, and is only noted: a parameter other than a weight without a gradient in a layer that has one, a layer that is not called, if
+    gradients and the calls of the model and its layers are recorded, and, if gradients of outputs are recorded, a layer without a gradient
+    between layers with one, as the pooler of an encoder whose tokens are classified.
     """
 
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -101,15 +101,16 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         has_none = location.layer not in {each.layer for each in gradients}
         of_outputs = {each.layer for each in gradients if each.role == "grad_output"}
         of_parameters = {(each.layer, each.path) for each in gradients if each.role == "param_grad"}
-        called = [f"{each.layer}." for each in rows.layout.locations if each.kind == "forward"]
+        called = {f"{each.layer}." for each in rows.layout.locations if each.kind == "forward"}
         own = f"{location.layer}.".lstrip(".")
         layers = list(dict.fromkeys(each.layer for each in chosen.locations))
         index = layers.index(location.layer)
         near = {*layers[max(0, index - 1) : index + 2]} - {location.layer}
         note = ""
-        if location.layer in {layer for layer, _ in of_parameters} and location[1::4] not in of_parameters:
+        is_further = location.layer in {layer for layer, _ in of_parameters} and location[1::4] not in of_parameters
+        if is_further and "weight" not in location.path:
             note = "another parameter of its layer does: it is not used in these steps"
-        elif has_none and called and not any(each.startswith(own) for each in called):
+        elif gradients and has_none and {"."} < called and not any(each.startswith(own) for each in called):
             note = "others do: its layer is not called in these steps"
         elif has_none and index and near <= of_outputs:
             note = "the layers next to it do: its output is not used, or is detached"

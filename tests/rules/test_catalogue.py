@@ -422,6 +422,7 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "jump of the first losses": ("loss_spike", losses(2e-3, 1e-3, 5.0), 1),
     "first losses that explode": ("loss_spike", losses(2.3, 2.2, 2.8, 35.0, 245.0, 20780.0), 1),
     "first losses that rise with the square of the step": ("loss_spike", losses(*(1e-5 * step**2 for step in range(19))), 0),
+    "first losses that rise with its fourth power from zero": ("loss_spike", losses(*(1e-5 * step**4 for step in range(19))), 0),
     "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
     "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
     "signed loss, small": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10]), 0),

@@ -821,6 +821,37 @@ def test_parts_that_are_used_later_are_noted(unused: str) -> None:
     assert unused == "nothing" or messages
 
 
+@pytest.mark.parametrize("why", ["weights forgotten", "calls of one layer", "no gradients"])
+def test_unchanged_parameter_of_a_layer_that_may_be_used_is_reported(why: str) -> None:
+    """The optimizer holds only biases, or hooks do not show whether a layer whose group has no rate is called."""
+    model = network()
+    weights, biases = ([each for name, each in model.named_parameters() if part in name] for part in ("weight", "bias"))
+    forgotten = why == "weights forgotten"
+    groups = [{"params": biases}, *([] if forgotten else [{"params": weights, "lr": 0.0}])]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    hooks = {
+        "outputs": {"layers": "**" if forgotten else "2", "kind": "forward", "action": "record"},
+        "weights": {"layers": "**", "kind": "step_post", "action": "record"},
+        "gradients": {"layers": "**" if forgotten else "2", "kind": "parameter_grad", "action": "record"},
+    }
+    if why == "no gradients":
+        del hooks["gradients"]
+    rules = {"still": {"rule": "unchanged_parameter"}}
+    with (
+        warnings.catch_warnings(action="ignore"),
+        instrument.attach(model, hooks, optimizer=optimizer, rules=rules) as probe,
+    ):
+        for batch in BATCHES:
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    still = probe.events[probe.events.rule == "still"]
+    assert still.severity.tolist().count("warning") == 1
+    assert still.message.str.endswith("unchanged for 3 recorded steps").all()
+
+
 @pytest.mark.parametrize("role", ["param", "update"])
 def test_layers_that_are_skipped_in_recorded_steps_have_changed(role: str) -> None:
     """As by stochastic depth: with the parameters, their changes between these steps are known."""

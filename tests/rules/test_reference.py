@@ -36,9 +36,10 @@ from instrument.integrations.attached_probe import AttachedProbe
 from instrument.probe import value_counts
 from instrument.relations.observations import BACKWARDS
 from instrument.rules.reference import ReferenceRanges
-from instrument.rules.reference_ranges import BUCKETS, STARTS, Reference, difference_of_counts, phase_of
+from instrument.rules.reference_ranges import BUCKETS, COUNTS, STARTS, Reference, difference_of_counts, phase_of
 from instrument.rules.rule import Part
 from instrument.rules.rule_set import RuleEvent
+from instrument.rules.step_rows import RelationRow
 
 ROUNDING = 2 / 2**8  # of the numbers of a reference, on the safe side
 HOOKS = {
@@ -278,6 +279,15 @@ def test_parameter_that_no_healthy_run_has_is_outside(tmp_path: Path) -> None:
     # The same parameter of another hook, of which the healthy runs recorded nothing, and another tensor are no new parameters.
     for other in ({"hook": "more"}, {"role": "update"}):
         assert fired(entry, known + stepped([1.0], **{**parameter, "layer": "tied", **other})) == []
+
+
+def test_gradients_of_zero_of_one_part_are_outside_if_those_of_healthy_runs_are_not(tmp_path: Path) -> None:
+    entry = {"from": str(write_healthy(tmp_path, [[1.0] * 4] * 2, role="grad_output"))}
+    steps = stepped([0.0] * 4, role="grad_output", zero_fraction=1.0)
+    for step in steps:
+        step["rows"].append({**step["rows"][0], "layer": "b", "zero_fraction": 0.0})
+    (event,) = fired(entry, steps)
+    assert (event.severity, event.value, event.layer) == ("warning", 0.0, "a")
 
 
 def test_input_that_repeats_only_in_the_new_run_is_reported(tmp_path: Path) -> None:
@@ -825,15 +835,25 @@ def test_factor_of_a_usual_loss_scales_gradients(tmp_path: Path, noted: float, w
     assert (finding["what"], finding["advice"]) == (what, ReferenceRanges.advice_in[part])
 
 
-@pytest.mark.parametrize(("weights", "is_outside"), [((1.3, 3.5), False), ((3.5, 1.3), True), (None, True)])
+@pytest.mark.parametrize(
+    ("weights", "reduction", "is_outside"),
+    [
+        ((1.3, 3.5), "mean", False),
+        ((1.3, 3.5), "sum", True),
+        ((3.5, 1.3), "mean", True),
+        (None, "mean", True),
+    ],
+)
 def test_weights_of_classes_can_differ_a_little(
-    tmp_path: Path, weights: tuple[float, float] | None, is_outside: bool
+    tmp_path: Path, weights: tuple[float, float] | None, reduction: str, is_outside: bool
 ) -> None:
-    def train(given: tuple[float, float] | None, **options: Any) -> AttachedProbe:
+    def train(given: tuple[float, float] | None, reduction: str = "mean", **options: Any) -> AttachedProbe:
         model = nn.Linear(4, 2)
         with instrument.attach(model, {"outputs": HOOKS["outputs"]}, **options) as probe:
             weight = None if given is None else torch.tensor(given)
-            loss = nn.functional.cross_entropy(model(torch.randn(64, 4)), torch.arange(64) % 2, weight)
+            loss = nn.functional.cross_entropy(
+                model(torch.randn(64, 4)), torch.arange(64) % 2, weight, reduction=reduction
+            )
             loss.backward()
             probe.end_step(loss=loss)
         return probe
@@ -842,7 +862,7 @@ def test_weights_of_classes_can_differ_a_little(
         train(given, out=tmp_path / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path), "margin": 10}}
     with pytest.warns(instrument.InstrumentWarning, match="loss.NllLoss") if is_outside else nullcontext():
-        findings = train(weights, rules=rules).findings
+        findings = train(weights, reduction, rules=rules).findings
     problems = findings.loc[findings["rule"] == "same", "advice"].tolist()
     assert problems == [ReferenceRanges.advice_in["loss"]] * is_outside
 
@@ -1068,6 +1088,30 @@ def test_difference_of_counts_is_that_of_a_chi_square(counts: Sequence[int]) -> 
     assert difference_of_counts(ours, 5 * ours)[0] == pytest.approx(
         -math.sqrt(np.count_nonzero(counts) - 1) / math.sqrt(2)
     )
+
+
+def texts_of_counts(of_first: int) -> str:
+    return " ".join(map(str, [of_first, 1000 - of_first, *[0] * (BUCKETS - 2)]))
+
+
+@pytest.mark.parametrize(("count", "times"), [(2, 8.0), (3, 5.0), (7, 3.0)])
+def test_few_runs_show_little_of_how_much_their_values_differ(tmp_path: Path, count: int, times: float) -> None:
+    for at in range(count):
+        row = {"relation": COUNTS, "path": "targets", "text": texts_of_counts((450, 550, 500)[min(at, 2)])}
+        tables = {"stats": [], "metrics": [{"step": 0, "phase": "train", "loss": 1.0}]}
+        rows = {**tables, "relations": [{**row, "step": step} for step in range(4)]}
+        write_run(tmp_path / str(at), rows=rows)
+    known = make_reference(tmp_path).counts["targets"]
+    assert known["largest"] > 6  # so that a multiple of it is above the smallest difference
+    found = set()
+    for of_first in range(500, 1000, 20):
+        row = RelationRow(COUNTS, "", "targets", None, None, texts_of_counts(of_first))
+        events = fired({"from": str(tmp_path)}, [Step(step=step, loss=1.0, relations=[row]) for step in range(4)])
+        counts, healthy = np.array(row.text.split(), np.float64), np.array(known["counts"]["0"], np.float64)
+        is_outside = difference_of_counts(counts, healthy)[0] > times * known["largest"]
+        assert [event.step for event in events] == [1] * is_outside
+        found.add(is_outside)
+    assert found == {False, True}
 
 
 def classify(seed: int, out: Path, shift: int = 0, of: str = "targets", **options: Any) -> AttachedProbe:
