@@ -133,8 +133,9 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     if missing:
         print(f"{len(missing)} of {len(known)} locations of the reference were not recorded: {names}", file=out)
     if max(of_run["phase_of_training"].to_pylist()) > (phase := phase_of(last)):
-        text = f"steps after {steps_of(phase)[-1]} were not compared: the reference ends at step {last}"
-        print(text, file=out)
+        steps = steps_of(phase)
+        reason = f"the reference ends at step {last}, in the phase of the steps {steps[0]} to {steps[-1]}"
+        print(f"steps after {steps[-1]} were not compared: {reason}", file=out)
     return print_findings(fired, run, as_json=as_json, otherwise=f"nothing outside of {reference}")
 
 

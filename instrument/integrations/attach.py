@@ -92,7 +92,7 @@ def attach(
             `hooks=transformer`), a mapping or list with the content of such a file, or spec objects. The specs are at the top
             level or in a `hooks` section. A list can also have names of hook sets, and then mappings from names to specs:
             `["transformer", "moe", {"mine": {...}}]`. In them, None removes a hook of a set. Without any spec, the
-            probe records only metrics and events.
+            probe records no statistics, and rules that read them are inactive.
         optimizer: One optimizer, or a list of several. The kinds `parameter_grad`, `step_pre` and `step_post` and roles
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
             that holds the parameter makes its step. Pass the wrapper of a library itself, such as that of Accelerate or Opacus.
@@ -201,7 +201,7 @@ def attach(
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
             if not hooks:
-                message = "specs contains no hook: only metrics and events are recorded"
+                message = "specs contains no hook: no statistics are recorded, and rules that read them are inactive"
                 warnings.warn(message, InstrumentWarning, stacklevel=4)
             if notice is not None:
                 probe.event("compiled", notice, severity="info")

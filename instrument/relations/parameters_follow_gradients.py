@@ -84,7 +84,7 @@ class ParametersFollowGradients(Relation):
         self._trained: set[int] = set()  # the `id` of parameters
         self._forgotten: dict[int, Parameter] = {}  # in this step
         self._previous = _Sample(())  # those of the previous step
-        self._times = 0  # in how many steps they did not change
+        self._times: dict[int, int] = {}  # in how many checked steps each of them had a gradient, and none changed
         self._found: list[Checked] = []
         self._count = 0
 
@@ -126,11 +126,11 @@ class ParametersFollowGradients(Relation):
 
     def check(self) -> Iterator[Checked]:
         parameters, self._forgotten = [*self._forgotten.values()], {}
-        is_same = [*map(id, self._previous.parameters)] == [*map(id, parameters)]
-        self._times = self._times + 1 if parameters and is_same and not any(self._previous.changed()) else 0
+        times = {} if any(self._previous.changed()) else self._times
+        self._times = {id(each): times.get(id(each), 0) + 1 for each in parameters}
         self._previous = _Sample(parameters, MAX_FORGOTTEN)
-        if self._times == TIMES - 1:
-            for parameter in parameters:
+        for parameter in parameters:
+            if self._times[id(parameter)] == TIMES:
                 self._add("this parameter has a gradient, but no optimizer holds it", parameter)
         found, self._found = self._found, []
         yield from found

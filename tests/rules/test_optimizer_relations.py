@@ -647,6 +647,17 @@ def test_forgotten_head_is_reported() -> None:
     assert [(row["step"], row["layer"], row["path"]) for row in found] == [(3, "4", "weight"), (3, "4", "bias")]
 
 
+def test_forgotten_bias_is_reported_in_its_fourth_step_if_the_weight_has_a_later_gradient() -> None:
+    model = network(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def freeze(step: int) -> None:
+        model[4].weight.requires_grad_(step >= 2)
+
+    probe = train(model, torch.optim.SGD(model[:4].parameters(), lr=0.1), change=freeze)
+    found = rows(probe, "parameters_follow_gradients", holds=False)
+    assert [(row["step"], row["layer"], row["path"]) for row in found] == [(3, "4", "bias")]
+
+
 def test_layer_of_a_compiled_model_has_its_name_in_the_tables() -> None:
     model = network(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model[:4].parameters(), lr=0.1)

@@ -1061,7 +1061,8 @@ def test_check_names_the_steps_after_the_reference(
     make_reference(write_losses(tmp_path / "healthy"), out=file)  # steps 0 to 19: the last phase has the steps 16 to 22
     assert reference.main(["check", f"{run}/0", "--reference", str(file)]) == 0
     *lines, _ = capsys.readouterr().out.splitlines()
-    assert lines == ["steps after 22 were not compared: the reference ends at step 19"] * (count > 23)
+    message = "steps after 22 were not compared: the reference ends at step 19, in the phase of the steps 16 to 22"
+    assert lines == [message] * (count > 23)
 
 
 @pytest.mark.slow
