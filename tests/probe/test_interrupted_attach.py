@@ -354,7 +354,9 @@ def raise_disk_full(*args: Any, **kwargs: Any) -> None:
 
 
 def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    has_processes = iter([False, True])  # not before it waits
     monkeypatch.setattr("instrument.integrations.attach.own_rank", lambda: 1)
+    monkeypatch.setattr("instrument.integrations.attach.has_processes", lambda: next(has_processes))
     monkeypatch.setattr("instrument.storage.run_folder.RANK_0_TIMEOUT", 1.0)
     checked: list[list[str]] = []
 
