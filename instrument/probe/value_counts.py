@@ -50,12 +50,12 @@ class ValueCounts(HookGroup):
         """Return the rows of a training step that ends."""
         if self.clock.moment.phase != "train" or not self._buckets:
             return []
+        buckets, self._buckets = self._buckets, {}  # another thread may add to them
+        self._counts.clear()
         rows = []
-        for path, found in self._buckets.items():
+        for path, found in [*buckets.items()]:
             counts = torch.cat([each.cpu() for each in found]).bincount(minlength=BUCKETS).tolist()
             rows.append(RelationRow(COUNTS, "", path, None, float(sum(counts)), " ".join(map(str, counts))))
-        self._counts.clear()
-        self._buckets.clear()
         return rows
 
     def _on_backward(self, loss: Tensor) -> None:
@@ -78,9 +78,9 @@ class ValueCounts(HookGroup):
             tensor = values.data if getattr(values, "unpack_hook", values) is None else None
             if tensor is None or tensor.requires_grad or not is_readable(tensor) or not tensor.numel():
                 continue
-            call = min(self._counts[name], MAX_CALLS - 1)
+            found, call = _buckets(tensor), min(self._counts[name], MAX_CALLS - 1)
             self._counts[name] += 1
-            self._buckets.setdefault(f"{name} {call}" if call else name, []).append(_buckets(tensor))
+            self._buckets.setdefault(f"{name} {call}" if call else name, []).append(found)
 
 
 def _buckets(tensor: Tensor) -> Tensor:

@@ -1186,7 +1186,10 @@ def test_counted_values_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> N
 class Elsewhere(torch.Tensor):
     """As a tensor on another device."""
 
+    while_waiting: Callable[[], None]
+
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        self.while_waiting()
         return self.as_subclass(torch.Tensor)
 
     @classmethod
@@ -1198,6 +1201,9 @@ class Elsewhere(torch.Tensor):
 def test_values_on_several_devices_are_counted_together() -> None:
     counts = value_counts.ValueCounts(Clock(StepContext(0, 0, 0, "train")))
     buckets = torch.tensor([1, 2], dtype=torch.uint8)
-    counts._buckets["name 3"] = [buckets, buckets.as_subclass(Elsewhere)]
+    elsewhere: Any = buckets.as_subclass(Elsewhere)
+    elsewhere.while_waiting = lambda: counts._buckets.update(other=[buckets])  # by another thread
+    counts._buckets["name 3"] = [buckets, elsewhere]
     (row,) = counts.take()
     assert row.text.split()[:4] == ["0", "2", "2", "0"]
+    assert [row.path for row in counts.take()] == ["other"]
