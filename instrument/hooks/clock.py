@@ -199,6 +199,13 @@ def _tensors(by_location: Mapping[str, Kept]) -> dict[str, Tensor]:
 graph_task = torch._C._current_graph_task_id
 """Returns the number of the backward pass that this thread runs; -1 outside of backward passes."""
 
+
+def operator_name(node: Any) -> str:
+    """Return the name of an operator in a backward graph. The context of a custom function may have another attribute `name`."""
+    name: str = type(node).name(node)
+    return name
+
+
 Item = TypeVar("Item")
 
 

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..values.nested import iter_tensors
-from .clock import Clock, graph_task
+from .clock import Clock, graph_task, operator_name
 
 if TYPE_CHECKING:
     from ..stats.native import OutputGradientHook
@@ -314,7 +314,7 @@ def find_contributions(
                 waiting.append(edge[0])
         for contribution, inputs in input_indices.items():
             contribution.collect_from(node, inputs)
-        if node.name().endswith(IN_PLACE_ON_VIEW):
+        if operator_name(node).endswith(IN_PLACE_ON_VIEW):
             for contribution, region in views.get(node.next_functions[0], ()):
                 contribution.collect_from(node, [0], region)
 

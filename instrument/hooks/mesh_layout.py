@@ -464,7 +464,7 @@ def _origins(node: Any) -> tuple[list[Any], set[str]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name()
+        name = type(node).name(node)  # the context of a custom function may have another attribute `name`
         if name == _BOUNDARY:
             boundaries.append(node.dtensor_spec)
         elif name != "torch::autograd::AccumulateGrad":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
+from ..hooks.clock import operator_name
 from ..plan.shape_inference import without_side_effects
 from ..values.nested import iter_tensors, structure
 from .attach import attach
@@ -152,7 +153,7 @@ def _is_reentrant(scalar: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
+        if operator_name(node) == "CheckpointFunctionBackward":
             return True
         waiting += [following for following, _ in node.next_functions]
     return False

@@ -17,10 +17,10 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
-from ..hooks.clock import Clock
+from ..hooks.clock import Clock, operator_name
 from ..hooks.hook_group import HookGroup
 from ..plan.modules import Layers
-from ..relations.observations import BACKWARDS
+from ..relations.observations import BACKWARDS, is_captured, is_readable
 from ..storage.remote_folder import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
@@ -227,7 +227,7 @@ def _operators(loss: Tensor, owners: Mapping[int, str]) -> tuple[_Operators, lis
     layers = _layers(of_model, owners)
     for part, nodes in ((FACTOR, factors), (LOSS, of_loss - of_model - factors), (GRAPH, of_model)):
         for node in nodes:
-            kind, layer = node.name().rpartition("::")[2], layers.get(node, "")
+            kind, layer = operator_name(node).rpartition("::")[2], layers.get(node, "")
             operators[layer, f"{part}.{kind}", _arguments(node, names_of(type(node)))] += 1
             if part != FACTOR and any(each is None for each, _ in node.next_functions):
                 operators[layer, f"{NO_GRAD}.{kind}", ""] += 1
@@ -251,7 +251,11 @@ def _layers(nodes: Set[Node], owners: Mapping[int, str]) -> dict[Node, str]:
 def _factors(node: Node | None) -> set[Node]:
     """Return the operators that multiply or divide a complete loss by something without a gradient, such as a number of micro-batches."""
     found: set[Node] = set()
-    while node is not None and node.name() in ("MulBackward0", "DivBackward0") and node.next_functions[1][0] is None:
+    while (
+        node is not None
+        and operator_name(node) in ("MulBackward0", "DivBackward0")
+        and node.next_functions[1][0] is None
+    ):
         found.add(node)
         node = node.next_functions[0][0]
     return found
@@ -276,17 +280,20 @@ def reached(nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None
 
 def _parameter(node: Node) -> Tensor | None:
     """Return the parameter of a node, also of a view or a cast of one; None for another node."""
-    while node.name() in VIEWS and node.next_functions[0][0] is not None:
+    while operator_name(node) in VIEWS and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return _variable(node)
 
 
 def _variable(node: Node) -> Tensor | None:
-    return getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+    return getattr(node, "variable", None) if operator_name(node) == "torch::autograd::AccumulateGrad" else None
 
 
 def _arguments(node: Node, names: Sequence[str]) -> str:
-    values = {name: _signed(_saved(node, name)) for name in names}
+    values = {}
+    for name in names:
+        with suppress(Exception):  # the memory of weights of classes can be freed, as that of parameters of FSDP
+            values[name] = _signed(_saved(node, name))
     return ", ".join(f"{name}={text}" for name, text in _as_texts(values).items() if text != "None")
 
 
@@ -299,11 +306,11 @@ def _saved(node: Node, name: str) -> Any:
     if not hasattr(node, f"_raw_saved_{name}"):
         return getattr(node, f"_saved_{name}")
     saved = getattr(node, f"_raw_saved_{name}")
-    has_weights = name == "pos_weight" or (name == "weight" and "NllLoss" in node.name())
+    has_weights = name == "pos_weight" or (name == "weight" and "NllLoss" in operator_name(node))
     # Earlier versions of PyTorch do not tell whether there are hooks. After the backward pass, there is no value.
     can_read = (has_weights or name == "other") and getattr(saved, "unpack_hook", saved) is None
     value = saved.data if can_read else None
-    if has_weights and type(value) is Tensor and value.numel() and not value.is_meta:
+    if has_weights and value is not None and is_readable(value) and value.numel() and not is_captured(value):
         weights = value.detach().flatten()[:: -(-value.numel() // SAMPLE)].tolist()
         return [float(f"{each:.4g}") for each in weights]
     if (

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..hooks.clock import Clock
+from ..hooks.clock import Clock, operator_name
 from ..hooks.hook_group import HookGroup
-from ..relations.observations import BACKWARDS, MAX_ELEMENTS, is_readable
+from ..relations.observations import BACKWARDS, MAX_ELEMENTS, is_captured, is_readable
 from ..rules.reference_ranges import BUCKETS, COUNTS
 from ..rules.step_rows import RelationRow
 from .program_settings import MAX_NODES, reached
@@ -19,6 +19,7 @@ from .program_settings import MAX_NODES, reached
 EVERY, FIRST = 10, 2  # the observed steps: the multiples of a number, and the first ones
 DENSE = 320  # steps after which half as many are observed, and again after each doubling: at least six in each phase of training
 MAX_CALLS = 4  # of the same operator in a step that are apart
+MAX_TENSORS = 256  # of a step: a loop may not end it
 _LOSSES = "NllLoss NllLoss2D BinaryCrossEntropy BinaryCrossEntropyWithLogits MseLoss SmoothL1Loss HuberLoss KlDiv"
 _SAVED = {f"{name}Backward0": "target" for name in _LOSSES.split()}  # what each operator saves
 _SAVED |= {"GatherBackward0": "index", "EmbeddingBackward0": "indices"}
@@ -49,43 +50,44 @@ class ValueCounts(HookGroup):
         """Return the rows of a training step that ends."""
         if self.clock.moment.phase != "train" or not self._buckets:
             return []
-        rows = []
-        for path, found in self._buckets.items():
-            counts = torch.cat(found).cpu().bincount(minlength=BUCKETS).tolist()
-            rows.append(RelationRow(COUNTS, "", path, None, float(sum(counts)), " ".join(map(str, counts))))
+        buckets, self._buckets = self._buckets, {}  # another thread may add to them
         self._counts.clear()
-        self._buckets.clear()
+        rows = []
+        for path, found in [*buckets.items()]:
+            counts = torch.cat([each.cpu() for each in found]).bincount(minlength=BUCKETS).tolist()
+            rows.append(RelationRow(COUNTS, "", path, None, float(sum(counts)), " ".join(map(str, counts))))
         return rows
 
     def _on_backward(self, loss: Tensor) -> None:
         step, _, _, phase = self.clock.moment
         is_observed = step < FIRST or step % (EVERY << (step // DENSE).bit_length()) == 0
-        if not is_observed or phase != "train" or self.clock.closed or loss.grad_fn is None:
+        if not is_observed or phase != "train" or self.clock.closed or self._counts.total() >= MAX_TENSORS:
             return
-        if not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
-            with suppress(Exception):  # it reads values of any training, and must not end it
+        with suppress(Exception):  # it reads values of any training, and must not end it
+            if loss.grad_fn is not None and not is_captured(loss):
                 self._add(loss.grad_fn)
 
     @torch.no_grad()
     def _add(self, root: Node) -> None:
         nodes = reached([root])
-        known = [node for node in nodes if node.name() in _SAVED] if len(nodes) <= MAX_NODES else []
-        for node in sorted(known, key=lambda node: node._sequence_nr()):
-            name = f"{node.name()}.{(saved := _SAVED[node.name()])}"
+        known = [node for node in nodes if operator_name(node) in _SAVED] if len(nodes) <= MAX_NODES else []
+        for node in sorted(known, key=lambda node: node._sequence_nr())[: MAX_TENSORS - self._counts.total()]:
+            name = f"{operator_name(node)}.{(saved := _SAVED[operator_name(node)])}"
             values = getattr(node, f"_raw_saved_{saved}")
             # Hooks on saved tensors can compute them again.
             tensor = values.data if getattr(values, "unpack_hook", values) is None else None
             if tensor is None or tensor.requires_grad or not is_readable(tensor) or not tensor.numel():
                 continue
-            call = min(self._counts[name], MAX_CALLS - 1)
+            found, call = _buckets(tensor), min(self._counts[name], MAX_CALLS - 1)
             self._counts[name] += 1
-            self._buckets.setdefault(f"{name} {call}" if call else name, []).append(_buckets(tensor))
+            self._buckets.setdefault(f"{name} {call}" if call else name, []).append(found)
 
 
 def _buckets(tensor: Tensor) -> Tensor:
     """Return the bucket of each element, or of evenly spaced ones, uint8 [elements]."""
-    flat = tensor.detach().reshape(-1)
-    flat = flat[:: len(flat) // MAX_ELEMENTS + 1]
+    numel = tensor.numel()
+    # Of an expanded tensor, `reshape` would copy all elements.
+    flat = tensor.detach().take(torch.arange(0, numel, numel // MAX_ELEMENTS + 1, device=tensor.device))
     if flat.is_floating_point():
         numbers = flat.float().nan_to_num()
         flat = 2 * torch.frexp(numbers).exponent + (numbers < 0)

@@ -52,8 +52,9 @@ class ConstantPrediction(Relation):
         """Report optimizers with opposite targets, as those of a GAN: the loss of one rises as that of the other falls."""
         calls: list[BinaryLossCall | PairLossCall] = [*self.training.binary_losses, *self.training.pair_losses]
         if len(self.training.optimizers) > 1:
-            values = {tuple(each.targets.detach().unique().tolist()) for each in calls if is_readable(each.targets)}
-            if len(values) > 1 and all(len(each) == 1 for each in values):
+            targets = (each.targets.detach() for each in calls if is_readable(each.targets))
+            values = {tuple(map(float, each.aminmax())) for each in targets if each.numel() and not each.is_complex()}
+            if len(values) > 1 and all(low == high for low, high in values):
                 yield Checked(None, 1.0, f"the targets of {len(values)} losses are constant, and differ")
 
     def _check_targets(self, pairs: Sequence[PairLossCall]) -> Iterator[Checked]:

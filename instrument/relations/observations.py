@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, SequentialSampler, dataloader
 from torch.utils.hooks import RemovableHandle
 
-from ..hooks.clock import Clock, graph_task
+from ..hooks.clock import Clock, graph_task, operator_name
 from ..runtime.lazy_compiler import has_compiled
 from ..stats.fingerprint import fingerprint
 from ..stats.flatten import is_wrapped
@@ -133,8 +133,8 @@ def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
     may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
     batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
     sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
-    is_distributed = isinstance(sampler, DistributedSampler)
-    is_shuffled = sampler.shuffle if is_distributed else not isinstance(sampler, SequentialSampler)
+    # A subclass can read another sampler.
+    is_shuffled = sampler.shuffle if type(sampler) is DistributedSampler else not isinstance(sampler, SequentialSampler)
     tensors = [tensor for _, tensor in iter_tensors(batch) if is_readable(tensor)]
     labels = [each for each in tensors if not (is_iterable or is_shuffled) and each.ndim and each.numel() == len(each)]
     in_order = tuple(sampled_fingerprint(each.flatten().long()) for each in labels if not each.is_complex())
@@ -290,7 +290,7 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
         return BinaryLossCall(name.endswith("logits"), operation, args[1], sums)
     if name not in ("cross_entropy_loss", "nll_loss_nd"):
         last = {"ctc_loss": 4, "cosine_embedding_loss": 2}.get(name, 1)  # the last argument that is read
-        if len(args) <= last or (name == "ctc_loss" and _is_captured(args[1])):
+        if len(args) <= last or (name == "ctc_loss" and is_captured(args[1])):
             return None
         broadcasts = result.ndim == 0 and _is_outer(*args[:2])
         targets = _ctc_targets(args[1], *args[3:5]) if name == "ctc_loss" else args[last]
@@ -298,7 +298,7 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
     if len(args) < 5 or args[1].dtype != torch.int64 or not is_readable(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
-    if _is_captured(targets):
+    if is_captured(targets):
         return None
     return LossCall(
         logits.shape,
@@ -314,7 +314,7 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
     )
 
 
-def _is_captured(tensor: Tensor) -> bool:
+def is_captured(tensor: Tensor) -> bool:
     """Return whether no values can be read on the device of a tensor, because a graph of CUDA is captured."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -341,7 +341,7 @@ def _operation(tensor: Tensor) -> str:
     """Return the operation that computed a tensor, before those of `_UNCHANGED`; empty if it is unknown."""
     node = tensor.grad_fn
     while node is not None:
-        name = node.name().rpartition("Backward")[0]  # `TanhBackwardBackward0` is no Tanh
+        name = operator_name(node).rpartition("Backward")[0]  # `TanhBackwardBackward0` is no Tanh
         if name not in _UNCHANGED:
             return name
         node = node.next_functions[0][0]

@@ -330,6 +330,34 @@ def test_weights_of_classes_are_settings() -> None:
     assert settings["loss.BinaryCrossEntropyWithLogitsBackward0"] == f"1 (pos_weight={sample}, reduction=1)"
 
 
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "its own"
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+def test_graph_that_cannot_be_read_does_not_end_the_training() -> None:
+    """PyTorch frees the memory of parameters that it shards, until the backward pass needs them."""
+    model, weights = nn.Linear(2, 3, bias=False), torch.ones(3)
+    with instrument.attach(model, {"a": {**RECORD, "layers": "."}}, rules="default") as probe:
+        output = Named.apply(model(torch.ones(3, 2)))
+        loss = nn.functional.cross_entropy(output, torch.tensor([0, 1, 2]))
+        loss += nn.functional.binary_cross_entropy_with_logits(output, torch.ones(3, 3), pos_weight=weights)
+        (storage := weights.untyped_storage()).resize_(0)
+        loss.register_hook(lambda _: storage.resize_(12) and None)
+        loss.backward()
+        probe.end_step()
+    settings = probe.layers["settings"][0]
+    assert settings["loss.BinaryCrossEntropyWithLogitsBackward0"] == "1 (reduction=1)"
+    assert settings["loss.NamedBackward"] == "1"
+    assert {"NllLossBackward0.target", "BinaryCrossEntropyWithLogitsBackward0.target"} <= {*probe.relations["path"]}
+
+
 @tells_numbers
 def test_loss_before_its_backward_precedes_what_the_loop_makes_of_it() -> None:
     model = nn.Linear(2, 1, bias=False)

@@ -28,10 +28,12 @@ from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument import ConfigError
+from instrument.actions.base import StepContext
 from instrument.analysis.reference import make_reference
 from instrument.analysis.rule_events import rule_events
 from instrument.commands import findings, reference
 from instrument.config.parse import parse_rules
+from instrument.hooks.clock import Clock
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.probe import value_counts
 from instrument.relations.observations import BACKWARDS
@@ -1210,3 +1212,43 @@ def test_numbers_are_counted_by_their_exponent_and_recomputed_ones_are_not(tmp_p
     assert counts.index.tolist() == ["MseLossBackward0.target"]
     expected = Counter(2 * math.frexp(value)[1] + (value < 0) for value in (0.0, 1.0, -1.0, 0.75, 5.0, 0.0))
     assert counts.iloc[0].split() == [str(expected[bucket]) for bucket in range(BUCKETS)]
+
+
+def test_counted_values_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    expanded = torch.full((1,), 3).expand(2**40)
+    assert value_counts._buckets(expanded).unique().tolist() == [3]
+    monkeypatch.setattr(value_counts, "MAX_TENSORS", 8)
+    model = nn.Embedding(8, 1)
+    hooks = {"outputs": {"layers": ".", "kind": "forward", "action": "record"}}
+    with instrument.attach(model, hooks, rules="default") as probe:
+        for _ in range(5):
+            (model(torch.tensor([1])) + model(torch.tensor([2]))).mean().mul(model(torch.tensor([3])).mean()).backward()
+        probe.end_step()
+    found = probe.relations[probe.relations["relation"] == "counts"]
+    assert found["value"].sum() == 8
+
+
+class Elsewhere(torch.Tensor):
+    """As a tensor on another device."""
+
+    while_waiting: Callable[[], None]
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        self.while_waiting()
+        return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.cat
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_values_on_several_devices_are_counted_together() -> None:
+    counts = value_counts.ValueCounts(Clock(StepContext(0, 0, 0, "train")))
+    buckets = torch.tensor([1, 2], dtype=torch.uint8)
+    elsewhere: Any = buckets.as_subclass(Elsewhere)
+    elsewhere.while_waiting = lambda: counts._buckets.update(other=[buckets])  # by another thread
+    counts._buckets["name 3"] = [buckets, elsewhere]
+    (row,) = counts.take()
+    assert row.text.split()[:4] == ["0", "2", "2", "0"]
+    assert [row.path for row in counts.take()] == ["other"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -867,6 +868,10 @@ def test_number_of_targets_does_not_move_them() -> None:
     assert rows_of(probe, "constant_prediction") == []
 
 
+class SamplerWrapper(DistributedSampler[Any]):
+    """Distributes the samples of another sampler, as that of Lightning."""
+
+
 @pytest.mark.parametrize(
     ("order", "steps"),
     [
@@ -877,7 +882,7 @@ def test_number_of_targets_does_not_move_them() -> None:
         ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
-@pytest.mark.parametrize("how", ["loaded", "cast", "grouped", "rank", "shuffled"])
+@pytest.mark.parametrize("how", ["loaded", "cast", "grouped", "rank", "shuffled", "wrapped"])
 def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int], how: str) -> None:
     """Those of a loop or a sampler may be samples of a group, such as a patient with one diagnosis."""
     kinds = [torch.arange(8) % 6 if kind is None else torch.full((8,), kind) for kind in order]
@@ -885,8 +890,9 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
     data = TensorDataset(torch.randn(8 * len(order), 5), labels[:, None].int() if how == "cast" else labels)
     grouped = BatchSampler([*range(len(data))], 8, drop_last=True)
     loaded = DataLoader(data, batch_sampler=grouped) if how == "grouped" else DataLoader(data, 8)
-    if how in ("rank", "shuffled"):
-        loaded = DataLoader(data, 8, sampler=DistributedSampler(data, 1, 0, shuffle=how == "shuffled"))
+    if how in ("rank", "shuffled", "wrapped"):
+        kind = SamplerWrapper if how == "wrapped" else DistributedSampler
+        loaded = DataLoader(data, 8, sampler=kind(data, 1, 0, shuffle=how == "shuffled"))
     optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
         for inputs, targets in loaded:
@@ -894,7 +900,9 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
             class_loss(model, (inputs, targets.flatten().long())).backward()
             optimizer.step()
             probe.end_step()
-    assert violations(probe) == [("samples_vary", step) for step in steps if how not in ("grouped", "shuffled")]
+    assert violations(probe) == [
+        ("samples_vary", step) for step in steps if how not in ("grouped", "shuffled", "wrapped")
+    ]
 
 
 @pytest.mark.spread(3)
@@ -977,6 +985,21 @@ def test_constant_targets_of_opponents_are_not_compared(*, opposed: bool) -> Non
                 optimizer.zero_grad()
             probe.end_step(loss=first)
     assert ("loss_not_decreasing" in set(probe.events["rule"])) != opposed
+
+
+def test_targets_of_several_optimizers_are_not_listed() -> None:
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
+    with instrument.attach(model, {}, optimizer=optimizers) as probe:
+        for step in range(2):
+            loss = F.l1_loss(sum(part(torch.ones(1)) for part in model).expand(100_000), torch.randn(100_000))
+            loss.backward()
+            if step:
+                tracemalloc.start()
+            probe.end_step()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 1e6
 
 
 @pytest.mark.parametrize(
