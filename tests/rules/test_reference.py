@@ -143,6 +143,7 @@ def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, stati
         ("zero_fraction", [[0.5]], 0.3),
         ("mean", [[-2.0]], 2.0),
         ("rms", [[0.0], [0.0]], 1.25),
+        ("numel", [[2.0], [2.0]], 1.25),
     ],
 )
 def test_margin_has_a_floor(tmp_path: Path, statistic: str, runs: list[list[float]], spread: float) -> None:
@@ -366,12 +367,12 @@ def test_runs_in_which_rules_warned_are_named(tmp_path: Path) -> None:
     ]
     metrics = [{"step": 0, "phase": "train", "loss": 1.0}]
     write_run(tmp_path / "a", rows={"metrics": metrics})
-    write_run(
-        tmp_path / "b", rows={"metrics": metrics, "events": events}, config={"rules": {"loss_spike": {}, "overfit": {}}}
-    )
-    text = r"rules warned in 1 of the 2 runs: b \(loss_spike\); leave out those that are not healthy"
+    rules = {"rules": {"loss_spike": {}, "overfit": {}}}
+    for folder in ("b", "c/b"):
+        write_run(tmp_path / folder, rows={"metrics": metrics, "events": events}, config=rules)
+    text = r"rules warned in 2 of the 3 runs: b \(loss_spike\), b \(loss_spike\); leave out those that are not healthy"
     with pytest.warns(instrument.InstrumentWarning, match=text):
-        make_reference(tmp_path)
+        make_reference([tmp_path / "[ab]", tmp_path / "c"])
 
 
 @pytest.mark.parametrize(
@@ -825,15 +826,24 @@ def test_factor_of_a_usual_loss_scales_gradients(tmp_path: Path, noted: float, w
     assert (finding["what"], finding["advice"]) == (what, ReferenceRanges.advice_in[part])
 
 
-@pytest.mark.parametrize(("weights", "is_outside"), [((1.3, 3.5), False), ((3.5, 1.3), True), (None, True)])
+@pytest.mark.parametrize(
+    ("weights", "reduction", "is_outside"),
+    [
+        ((1.3, 3.5), "mean", False),
+        ((3.5, 1.3), "mean", True),
+        (None, "mean", True),
+        ((1.3, 3.5), "sum", True),  # the setting 2 instead of 1
+    ],
+)
 def test_weights_of_classes_can_differ_a_little(
-    tmp_path: Path, weights: tuple[float, float] | None, is_outside: bool
+    tmp_path: Path, weights: tuple[float, float] | None, reduction: str, is_outside: bool
 ) -> None:
-    def train(given: tuple[float, float] | None, **options: Any) -> AttachedProbe:
+    def train(given: tuple[float, float] | None, reduction: str = "mean", **options: Any) -> AttachedProbe:
         model = nn.Linear(4, 2)
         with instrument.attach(model, {"outputs": HOOKS["outputs"]}, **options) as probe:
             weight = None if given is None else torch.tensor(given)
-            loss = nn.functional.cross_entropy(model(torch.randn(64, 4)), torch.arange(64) % 2, weight)
+            output = model(torch.randn(64, 4))
+            loss = nn.functional.cross_entropy(output, torch.arange(64) % 2, weight, reduction=reduction)
             loss.backward()
             probe.end_step(loss=loss)
         return probe
@@ -842,7 +852,7 @@ def test_weights_of_classes_can_differ_a_little(
         train(given, out=tmp_path / str(seed), rules=None)
     rules = {"same": {"rule": "reference", "from": str(tmp_path), "margin": 10}}
     with pytest.warns(instrument.InstrumentWarning, match="loss.NllLoss") if is_outside else nullcontext():
-        findings = train(weights, rules=rules).findings
+        findings = train(weights, reduction, rules=rules).findings
     problems = findings.loc[findings["rule"] == "same", "advice"].tolist()
     assert problems == [ReferenceRanges.advice_in["loss"]] * is_outside
 
