@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.loss_spike import LATER
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import OF_GRADIENTS, OTHER_SETTING
+from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_SETTING
 from ..rules.reference_ranges import MEAN_LOSS, METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
@@ -290,6 +290,8 @@ class _Timeline:
         if IS_LOSS.match(event.location):
             return LOSS, 0
         rank = self._rank(event.layer or "")
+        if event.message.startswith(NEW_PARAMETER):
+            return FORWARD, rank
         if role in ("param", "update") or role.startswith("state."):  # the forward pass changes buffers
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""

@@ -10,6 +10,7 @@ import pytest
 
 from instrument.analysis.diagnosis import FAR, LATE, Finding, diagnoses, findings_of
 from instrument.config.rules import RULES, default_rules
+from instrument.rules.reference import NEW_PARAMETER
 from instrument.rules.rule import CAUSES, Part
 from instrument.rules.rule_set import RuleEvent
 from instrument.rules.watch import ADVICE as WATCH_ADVICE
@@ -201,6 +202,14 @@ def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part
     for step, lead in ((last, "linear0 output (hook)"), (last + 1, "training")):
         both = findings_of([outside, event("reference", step, "linear0 output")], rules, EVERY_10, LAYERS)
         assert [(each.where == lead, each.cause) for each in both] == [(True, ""), (False, "reference")]
+
+
+def test_new_parameter_is_a_difference_of_the_forward_pass() -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    new = event("reference", 3, "linear1.weight param", what=NEW_PARAMETER)
+    found, *others = findings_of([event("reference", 3, "linear0.weight param"), new], rules, EVERY_10, LAYERS)
+    assert (found.where, found.what, others) == ("linear1.weight param (hook)", NEW_PARAMETER, [])
+    assert found.advice == RULES["reference"].advice_in["forward"]
 
 
 @pytest.mark.parametrize("watch", ["metrics", ["metrics"]])
