@@ -360,6 +360,20 @@ def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
     assert event.message.startswith("outside of the reference: at step 1 in a output (seen): std 99, above 4;")
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_gradients_of_zero_are_reported_if_that_is_asked(tmp_path: Path, *, is_watched: bool) -> None:
+    """Default rules only note a part whose loss has a factor of 0."""
+    about = {**GRADIENT, "role": "grad_output", "numel": 9, "nan_count": 0, "inf_count": 0}
+    rows = [{**about, "layer": layer, "zero_fraction": 0.1} for layer in ("b", "a")]
+    write_run(tmp_path / "healthy", rows={"stats": rows})
+    watch = {"watch": "gradients", "stat": "zero_fraction", "above": 0.9, "then": "warn"}
+    rule = watch if is_watched else {"rule": "reference", "from": str(tmp_path), "for": 1}
+    events: list[RuleEvent] = []
+    run = Step(rows=[{**rows[0], "zero_fraction": 1.0}, rows[1]], step=0, loss=1.0)
+    feed(rule_set({"r": rule}, events), [run], with_numbers=True)
+    assert [(event.layer, event.severity, event.value) for event in events] == [("b", "warning", 1.0)]
+
+
 def test_runs_in_which_rules_warned_are_named(tmp_path: Path) -> None:
     events = [
         {"step": 3, "rule": "loss_spike", "severity": "warning", "message": "loss spike: at step 3: loss 9"},
