@@ -154,7 +154,8 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pa.Table:
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
     metrics = [name for name in statistics if name in METRICS and name != MEAN_LOSS]
     parts: list[pa.Table] = []
-    for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
+    of_stats = list(dict.fromkeys([*KEY, "step", *NEEDED, *columns]))
+    for batch in run.scan("stats", of_stats, ~ds.field("recompute")):
         parts.append(_ranges(batch.filter(pa.array(~not_finite_in(batch))), columns))
     for batch in run.scan("metrics", ["step", "phase", *metrics]):
         parts.append(_ranges(batch, metrics, only_finite=True))
@@ -206,12 +207,9 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     fix, reasons = "leave it out, or complete it", ((run, _why_unhealthy(run)) for run in runs)
     what = "the run is not healthy: "
     raise_problems([Problem(where, what + why, str(run.path), fix=fix) for run, why in reasons if why])
-    warned = {run.path.name: names for run in runs if (names := _rules_that_warned(run))}
+    warned = [f"{run.path.name} ({', '.join(names)})" for run in runs if (names := _rules_that_warned(run))]
     if warned:
-        listed = shorten([f"{name} ({', '.join(names)})" for name, names in warned.items()])
-        message = (
-            f"rules warned in {len(warned)} of the {len(runs)} runs: {listed}; leave out those that are not healthy"
-        )
+        message = f"rules warned in {len(warned)} of the {len(runs)} runs: {shorten(warned)}; leave out those that are not healthy"
         warnings.warn(message, InstrumentWarning, stacklevel=3)
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
     known = table["statistic"].unique().to_pylist()

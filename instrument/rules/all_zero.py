@@ -25,6 +25,7 @@ class AllZeroRule(PersistentRule):
 
 class AllZero(PersistentLocatedRule[AllZeroRule], name="all_zero"):
     what = "all zero"
+    notes_unused = True
     stage = "units"
     advice = "Check that the layers before it, and for a gradient those after it, are connected and not dead."
     requires = "an output or a gradient with the statistic zero_fraction, such as hooks=activations"

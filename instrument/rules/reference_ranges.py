@@ -47,7 +47,8 @@ A training changes in proportion to the logarithm of the step: fast at first, sl
 FIRST_STEPS = 4  # each is a phase of training of one step
 SMALL_RATE = 1e-3  # relative to the largest learning rate: a smaller one is as good as none
 CHANGE_OF_RATE = 0.02  # relative to the learning rate: a smaller one is not stored
-NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+# Neither the number of operators, nor an argument such as `reduction=1`.
+NUMBER = re.compile(r"(?<![=\w.+-])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w.]| \()")
 ABOUT, CHANGE_OF_WEIGHTS = "about ", 2.0
 """The beginning of a setting that has about these numbers in all runs: weights of classes that are computed from different data. A
 smaller factor is not a difference."""
@@ -74,7 +75,8 @@ class Reference:
         table: One row for each location, statistic and phase of training, with the columns of `schema`: the first step of the phase,
             the smallest and the largest value, and the margin: a factor for statistics that are never negative, otherwise a
             difference.
-        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config`, `settings`, `varied` and `rates`.
+        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config`, `settings`, `varied`, `rates` and
+            `counts`.
 
     Attributes:
         index: The index of each location, given as the values of `KEY`.
@@ -206,14 +208,11 @@ def is_of_graph(name: str) -> bool:
 
 
 def are_near(one: str | None, other: str | None, factor: float) -> bool:
-    """Return whether two settings have equal texts, apart from numbers that differ by no more than a factor, but not whole ones."""
+    """Return whether two settings have equal texts, apart from values that differ by no more than a factor."""
     texts = [(each or "").removeprefix(ABOUT) for each in (one, other)]
     shapes = {NUMBER.sub("0", text) for text in texts}
-    pairs = zip(*([each[0] for each in NUMBER.finditer(text)] for text in texts), strict=False)
-    return len(shapes) == 1 and all(
-        a == b or (not {".", "e"}.isdisjoint(a + b) and math.isclose(float(a), float(b), rel_tol=1 - 1 / factor))
-        for a, b in pairs
-    )
+    pairs = zip(*([float(each[0]) for each in NUMBER.finditer(text)] for text in texts), strict=False)
+    return len(shapes) == 1 and all(math.isclose(*pair, rel_tol=1 - 1 / factor) for pair in pairs)
 
 
 def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:

@@ -270,6 +270,8 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         self._any = False
 
     saved: ClassVar[tuple[str, ...]] = ("counts",)
+    notes_unused: ClassVar[bool] = False
+    """Whether a part to which the loss gives gradients of zero is only noted: it may be used later."""
 
     @abstractmethod
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
@@ -290,8 +292,8 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         self._any = bool(self._counts.any())
         for at in np.flatnonzero(counts == self.times_needed(chosen.slots)):
             location = chosen.locations[at]
-            is_of_loss = (location.is_gradient or location.is_of_parameter) and self.stage != "reference"
-            is_note = is_of_loss and rows.has_no_weight(location.layer)  # as expected, unless other runs differ
+            is_of_training = self.notes_unused and (location.is_gradient or location.is_of_parameter)
+            is_note = is_of_training and rows.has_no_weight(location.layer)
             yield Firing(NO_WEIGHT, None, location=location) if is_note else self.firing(rows, chosen, int(at))
 
     def is_frozen(self, location: Location) -> bool:

@@ -33,6 +33,7 @@ class UnchangedParameterRule(PersistentRule):
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="unchanged_parameter"):
     saved = ("counts", "previous", "first", "loss")
     what = "unchanged parameter"
+    notes_unused = True
     stage = "gradients"
     advice = "Check that the optimizer holds it with a rate that is not 0, that the loss uses it, and that its gradient is not zero."
     requires = "parameters or updates (kind: step_post) with the statistics mean and l2, such as hooks=parameters"

@@ -34,6 +34,7 @@ class VanishingGradientRule(PersistentRule):
 class VanishingGradient(BoundsFromZeroRule[VanishingGradientRule], name="vanishing_gradient"):
     saved = (*BoundsFromZeroRule.saved, "first_loss", "follows_rollout")
     what = "vanishing gradient"
+    notes_unused = True
     stage = "gradients"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
     requires = "the gradients of parameters with the statistic rms, such as hooks=gradients"

@@ -146,6 +146,7 @@ def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, stati
         ("zero_fraction", [[0.5]], 0.3),
         ("mean", [[-2.0]], 2.0),
         ("rms", [[0.0], [0.0]], 1.25),
+        ("numel", [[2.0], [2.0]], 1.25),
     ],
 )
 def test_margin_has_a_floor(tmp_path: Path, statistic: str, runs: list[list[float]], spread: float) -> None:
@@ -371,6 +372,20 @@ def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
     assert event.message.startswith("outside of the reference: at step 1 in a output (seen): std 99, above 4;")
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_gradients_of_zero_are_reported_if_that_is_asked(tmp_path: Path, *, is_watched: bool) -> None:
+    """Default rules only note a part whose loss has a factor of 0."""
+    about = {**GRADIENT, "role": "grad_output", "numel": 9, "nan_count": 0, "inf_count": 0}
+    rows = [{**about, "layer": layer, "zero_fraction": 0.1} for layer in ("b", "a")]
+    write_run(tmp_path / "healthy", rows={"stats": rows})
+    watch = {"watch": "gradients", "stat": "zero_fraction", "above": 0.9, "then": "warn"}
+    rule = watch if is_watched else {"rule": "reference", "from": str(tmp_path), "for": 1}
+    events: list[RuleEvent] = []
+    run = Step(rows=[{**rows[0], "zero_fraction": 1.0}, rows[1]], step=0, loss=1.0)
+    feed(rule_set({"r": rule}, events), [run], with_numbers=True)
+    assert [(event.layer, event.severity, event.value) for event in events] == [("b", "warning", 1.0)]
+
+
 def test_runs_in_which_rules_warned_are_named(tmp_path: Path) -> None:
     events = [
         {"step": 3, "rule": "loss_spike", "severity": "warning", "message": "loss spike: at step 3: loss 9"},
@@ -378,12 +393,12 @@ def test_runs_in_which_rules_warned_are_named(tmp_path: Path) -> None:
     ]
     metrics = [{"step": 0, "phase": "train", "loss": 1.0}]
     write_run(tmp_path / "a", rows={"metrics": metrics})
-    write_run(
-        tmp_path / "b", rows={"metrics": metrics, "events": events}, config={"rules": {"loss_spike": {}, "overfit": {}}}
-    )
-    text = r"rules warned in 1 of the 2 runs: b \(loss_spike\); leave out those that are not healthy"
+    rules = {"rules": {"loss_spike": {}, "overfit": {}}}
+    for folder in ("b", "c/b"):
+        write_run(tmp_path / folder, rows={"metrics": metrics, "events": events}, config=rules)
+    text = r"rules warned in 2 of the 3 runs: b \(loss_spike\), b \(loss_spike\); leave out those that are not healthy"
     with pytest.warns(instrument.InstrumentWarning, match=text):
-        make_reference(tmp_path)
+        make_reference([tmp_path / "[ab]", tmp_path / "c"])
 
 
 @pytest.mark.parametrize(
@@ -841,9 +856,9 @@ def test_factor_of_a_usual_loss_scales_gradients(tmp_path: Path, noted: float, w
     ("weights", "reduction", "is_outside"),
     [
         ((1.3, 3.5), "mean", False),
-        ((1.3, 3.5), "sum", True),
         ((3.5, 1.3), "mean", True),
         (None, "mean", True),
+        ((1.3, 3.5), "sum", True),  # the setting 2 instead of 1
     ],
 )
 def test_weights_of_classes_can_differ_a_little(
@@ -853,9 +868,8 @@ def test_weights_of_classes_can_differ_a_little(
         model = nn.Linear(4, 2)
         with instrument.attach(model, {"outputs": HOOKS["outputs"]}, **options) as probe:
             weight = None if given is None else torch.tensor(given)
-            loss = nn.functional.cross_entropy(
-                model(torch.randn(64, 4)), torch.arange(64) % 2, weight, reduction=reduction
-            )
+            output = model(torch.randn(64, 4))
+            loss = nn.functional.cross_entropy(output, torch.arange(64) % 2, weight, reduction=reduction)
             loss.backward()
             probe.end_step(loss=loss)
         return probe
