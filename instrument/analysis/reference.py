@@ -259,7 +259,7 @@ def _common_counts(runs: Sequence[RunTables]) -> dict[str, dict[str, Any]]:
     for run, found in zip(runs, of_runs, strict=True):
         for batch in run.scan("relations", ["step", "path", "text"], ds.field("relation") == COUNTS):
             for step, path, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                found[path][step] = found[path].get(step, 0) + np.array(text.split(), np.float64)  # of all processes
+                found[path][step] = np.array(text.split(), np.float64)
     common: dict[str, dict[str, Any]] = {}
     for path in sorted(set.intersection(*map(set, of_runs))) if len(runs) > 1 else ():
         series = [found[path] for found in of_runs]

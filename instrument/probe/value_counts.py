@@ -38,9 +38,10 @@ class ValueCounts(HookGroup):
         self._buckets: dict[str, list[Tensor]] = {}
 
     def observe(self, *, is_recorded: bool) -> None:
-        """Observe the losses of this step and the next ones, if hooks record in it."""
+        """Observe the losses of this step and the next ones in the process of rank 0, if hooks record in it."""
         self.detach()
-        if is_recorded and self.clock.moment.phase == "train" and not self.clock.closed:
+        clock = self.clock
+        if is_recorded and clock.moment.phase == "train" and not (clock.rank or clock.closed):
             BACKWARDS.add(self._on_backward)
 
     def detach(self) -> None:

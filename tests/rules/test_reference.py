@@ -18,12 +18,14 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from attached_runs import train_steps
 from conftest import Answer
 from rule_rows import GRADIENT, OUTPUT, PARAMETER, Step, feed, rule_set
 from run_folders import write_run
 from scipy import stats
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import instrument
@@ -1206,6 +1208,21 @@ def test_values_are_counted_in_recorded_steps_of_a_training_with_rules(
         path: values.flatten().bincount(minlength=BUCKETS).tolist() for path, values in expected.items()
     }
     assert not BACKWARDS.observers
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_values_are_counted_in_the_first_process(rank: int) -> None:
+    """Each process judges its own rows, and its part of the data can differ from that of the others."""
+    model = nn.Linear(4, 3)
+    hooks = {"outputs": {"layers": ".", "kind": "forward", "action": "record"}}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        with instrument.attach(model, hooks, rules={"loss_spike": {}}) as probe:
+            nn.functional.cross_entropy(model(torch.randn(6, 4)), torch.tensor([0, 1, 2, 0, 0, 1])).backward()
+            probe.end_step()
+    finally:
+        dist.destroy_process_group()
+    assert ("counts" in [*probe.relations["relation"]]) == (rank == 0)
 
 
 def test_numbers_are_counted_by_their_exponent_and_recomputed_ones_are_not(tmp_path: Path) -> None:
