@@ -139,7 +139,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_every_table_is_readable_with_pandas_polars_and_duckdb(finished: Path) -> None:
-    filled = {"stats": 3, "metrics": 3, "coverage": 3, "layers": 3, "relations": 4}
+    filled = {"stats": 3, "metrics": 3, "coverage": 3, "layers": 3, "relations": 5}
     for table in TABLES:
         rows = filled.get(table, 0)
         assert len(pd.read_parquet(finished / table)) == rows

@@ -148,7 +148,7 @@ def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int, stati
         ("zero_fraction", [[0.5]], 0.3),
         ("mean", [[-2.0]], 2.0),
         ("rms", [[0.0], [0.0]], 1.25),
-        ("numel", [[2.0], [2.0]], 1.25),
+        ("numel", [[2.0], [2.0]], 0.5),
     ],
 )
 def test_margin_has_a_floor(tmp_path: Path, statistic: str, runs: list[list[float]], spread: float) -> None:
