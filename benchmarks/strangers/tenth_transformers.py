@@ -427,7 +427,7 @@ def songs(count: int, length: int = 14) -> Tensor:
 
 
 def delayed(codes: Tensor, lead: int = 1) -> Tensor:
-    """Return codes each of which is a time later than the one before, [songs, times, codes]; `CODES` where there is none."""
+    """Return codes each of which is a time later than the one before, [songs, times, codes]; `CODES` without one."""
     rows = [F.pad(codes[:, k], (lead + k, 2 - k), value=CODES) for k in range(3)]
     return torch.stack(rows, 2)
 

@@ -24,9 +24,7 @@ from ..relations.observations import BACKWARDS, is_captured, is_readable
 from ..storage.remote_folder import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
-SAMPLE = (
-    16  # at most so many elements tell whether parameters start with equal values, and are those of weights of classes
-)
+SAMPLE = 16  # elements at most that tell whether parameters start with equal values, and that weights of classes show
 NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase, and the type is that of the module
 MAX_KINDS = 8  # of the arguments of an operator that are listed
 # PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.

@@ -505,9 +505,9 @@ for _table in (
                 the indices of an embedding in a recorded step: how many values are in each of 64 buckets
             layer | label | | name of the module; empty for the root or the run as a whole
             path | label | | name of a parameter or buffer in its module, of a loss function, or location of a tensor; otherwise empty
-            holds | bool | | whether it holds; null if it could not be checked
+            holds | bool | | whether it holds; null if it could not be checked, and for counts
             value | double | the relation's own | how much was compared, or how far the relation is violated; null without a number
-            text | string | | what was compared, how the relation is violated, or why it could not be checked
+            text | string | | what was compared, how the relation is violated, or why it could not be checked; the 64 numbers of counts
             """,
             tuple(column for column in MOMENT if column.name in ("step", "phase", "rank")),
         ),
