@@ -24,7 +24,7 @@ HOOKS = "hooks"
 
 
 @dataclass(frozen=True)
-class Training:
+class RunSetup:
     """The configuration of a finished run.
 
     Attributes:
@@ -64,19 +64,19 @@ class Training:
         return leaves_of({**self.rest, HOOKS: self.interventions})
 
 
-def trainings(run: RunTables) -> tuple[list[Training], dict[int, str]]:
+def trainings(run: RunTables) -> tuple[list[RunSetup], dict[int, str]]:
     """Return the trainings of several runs, and the reason for each run that cannot be compared, by index."""
     comparable, left_out = [], {}
     for index, info in enumerate(run.infos):
         training = f"its status is {info['status']}" if info["status"] != DONE else training_of(index, info)
-        if isinstance(training, Training):
+        if isinstance(training, RunSetup):
             comparable.append(training)
         else:
             left_out[index] = training
     return comparable, left_out
 
 
-def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
+def training_of(index: int, info: Mapping[str, Any]) -> RunSetup | str:
     """Return the training of a run; if it is unknown, the reason."""
     config = info.get("config")
     if not isinstance(config, Mapping):
@@ -94,15 +94,15 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
     if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
         rest["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
     interventions = {name: specs[name] for name, spec in hooks.items() if not isinstance(spec, ObservationSpec)}
-    return Training(index, info["seed"], rest, specs, interventions)
+    return RunSetup(index, info["seed"], rest, specs, interventions)
 
 
-def _by_overrides(run: RunTables, training: Training) -> Training:
+def _by_overrides(run: RunTables, training: RunSetup) -> RunSetup:
     """Return a training with its overrides as configuration: within a sweep, these determine all other values."""
     index, rest = training.index, {"ranks": training.rest["ranks"], "device": training.rest.get("device")}
     rest |= {"the folder of the sweep": str(run.folders[index].parent), **_relevant(run.infos[index]["overrides"])}
     rest.pop("seed", None)
-    return Training(index, training.seed, rest, {}, {})
+    return RunSetup(index, training.seed, rest, {}, {})
 
 
 def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
@@ -211,8 +211,8 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
 
 
 def _comparisons(
-    run: RunTables, key: str, all_trainings: Sequence[Training]
-) -> Iterator[tuple[Sequence[Training], Sequence[str]]]:
+    run: RunTables, key: str, all_trainings: Sequence[RunSetup]
+) -> Iterator[tuple[Sequence[RunSetup], Sequence[str]]]:
     """Yield the trainings to compare and the path of the key: by their configuration, and by their overrides."""
     is_override = key.partition(".")[0] not in ("seed", *IGNORED_KEYS) and any(
         key in run.infos[training.index]["overrides"] for training in all_trainings
@@ -227,7 +227,7 @@ def _match(
     run: RunTables,
     key: str,
     path: Sequence[str],
-    all_trainings: Sequence[Training],
+    all_trainings: Sequence[RunSetup],
     baseline: Any,
     by_values: Sequence[Mapping[int, Any]],
 ) -> RunMatches:
@@ -261,7 +261,7 @@ class _Group:
 
     value: Any
     label: Any
-    members: list[Training]
+    members: list[RunSetup]
 
     @property
     def text(self) -> str:
@@ -269,16 +269,16 @@ class _Group:
 
 
 def _matches_of(
-    all_trainings: Sequence[Training], baseline_runs: Sequence[Training], path: Sequence[str]
-) -> list[list[Training]]:
+    all_trainings: Sequence[RunSetup], baseline_runs: Sequence[RunSetup], path: Sequence[str]
+) -> list[list[RunSetup]]:
     """Return the baseline runs of each training: the first one that is equal except for the key.
 
     If one of the two runs does not have the hook, the runs must be equal except for the hook. A run without the hook can have
     several matches, if the hook differs in more than the key.
     """
     outer = outer_of(path)
-    by_key: dict[str, list[Training]] = {}
-    by_hook: dict[str, list[Training]] = {}
+    by_key: dict[str, list[RunSetup]] = {}
+    by_hook: dict[str, list[RunSetup]] = {}
     for baseline_run in baseline_runs:
         by_key.setdefault(baseline_run.without(path), []).append(baseline_run)
         by_hook.setdefault(baseline_run.without(outer), []).append(baseline_run)
@@ -299,10 +299,10 @@ def outer_of(path: Sequence[str]) -> Sequence[str]:
 
 
 def _latest(
-    run: RunTables, all_trainings: Sequence[Training], path: Sequence[str], left_out: dict[int, str]
-) -> list[Training]:
+    run: RunTables, all_trainings: Sequence[RunSetup], path: Sequence[str], left_out: dict[int, str]
+) -> list[RunSetup]:
     """Return each training once; if a training was repeated, the last run of it."""
-    last: dict[tuple[str, str], Training] = {}
+    last: dict[tuple[str, str], RunSetup] = {}
     for training in all_trainings:
         identity = (training.without(path), canonical_json(training.at(path)))
         if identity in last:
@@ -311,7 +311,7 @@ def _latest(
     return sorted(last.values(), key=lambda training: training.index)
 
 
-def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequence[Training]) -> list[_Group]:
+def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequence[RunSetup]) -> list[_Group]:
     groups_by_value: dict[str, _Group] = {}
     for training in all_trainings:
         value = training.at(path)
@@ -349,7 +349,7 @@ def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group
     raise InstrumentError(Problem(where, message, key, allowed, near))
 
 
-def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[str]:
+def comparable_keys(run: RunTables, all_trainings: Sequence[RunSetup]) -> list[str]:
     """Return the keys in which runs differ: the overrides; without them, keys of the configuration."""
     overrides = differing_overrides(run, {training.index for training in all_trainings})
     leaves = dict.fromkeys(key for training in all_trainings for key in training.leaves)
@@ -357,7 +357,7 @@ def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[s
     return [name for name in overrides if name != "seed"] or differing
 
 
-def config_keys(training: Training) -> list[str]:
+def config_keys(training: RunSetup) -> list[str]:
     """Return all keys of a configuration, including those of mappings: `optimizer`, `optimizer.lr`."""
     parts = (key.split(".") for key, _ in leaves({**training.rest, HOOKS: training.hooks}))
     return list(dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)))
@@ -377,7 +377,7 @@ def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int
     return empty[0] if empty else min(numbers, key=lambda i: groups[i].value, default=0)
 
 
-def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key: str, baseline: str) -> str:
+def _unmatched_reason(training: RunSetup, baseline_runs: Sequence[RunSetup], key: str, baseline: str) -> str:
     """Return why a run has no match; `baseline` is the baseline value as `key=value`."""
     same_seed = [baseline_run for baseline_run in baseline_runs if baseline_run.seed == training.seed]
     if not same_seed:
@@ -386,7 +386,7 @@ def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key
     return f"it also differs from the runs with {baseline} in {', '.join(fewest) or 'the order of hooks'}"
 
 
-def _differences(one: Training, other: Training, key: str) -> list[str]:
+def _differences(one: RunSetup, other: RunSetup, key: str) -> list[str]:
     outer = outer_of(key.split("."))
     cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
     names = (name for name in one.leaves | other.leaves if name != cut and not name.startswith(f"{cut}."))

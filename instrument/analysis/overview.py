@@ -39,7 +39,7 @@ MAX_STATS = 500_000  # maximum number of rows of statistics that are read, which
 HOOK_COLUMNS = ("hook", "kind", "locations", "fired", "expected")
 
 
-class Row(NamedTuple):
+class Cells(NamedTuple):
     """A row of a table, and whether it shows a value that is not finite."""
 
     cells: tuple[str, ...]
@@ -64,7 +64,7 @@ class LocationView(NamedTuple):
         return not self.not_finite.any(), -change
 
 
-def metric_rows(history: RunHistory) -> list[Row]:
+def metric_rows(history: RunHistory) -> list[Cells]:
     """Return one row per metric, with `METRIC_COLUMNS`."""
     rows = []
     for phase, metrics in history.metrics.items():
@@ -72,9 +72,9 @@ def metric_rows(history: RunHistory) -> list[Row]:
             if name not in metrics.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
                 continue
             line = sparkline(metrics.values(name, metrics.groups())[0])
-            rows.append(Row((_in_phase(name, phase), line, format_number(history.last_metric(phase, name))), False))
+            rows.append(Cells((_in_phase(name, phase), line, format_number(history.last_metric(phase, name))), False))
     for (phase, name), steps in history.not_finite.items():
-        rows.append(Row((_in_phase(name, phase), f"first not finite at step {min(steps):,}", ""), True))
+        rows.append(Cells((_in_phase(name, phase), f"first not finite at step {min(steps):,}", ""), True))
     return rows
 
 
@@ -82,7 +82,7 @@ def _in_phase(name: str, phase: str) -> str:
     return name if phase in STEP_PHASES else f"{phase} {name}"
 
 
-def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row], int]:
+def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Cells], int]:
     """Return up to `most` rows of locations with `LAYER_COLUMNS`, the largest changes first, and the number of all locations."""
     views = [view for series, each in history.series.items() for view in views_of(series, each)]
     shown = sorted(views, key=lambda view: view.urgency)[:most]
@@ -93,7 +93,7 @@ def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row],
         ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
         line, last = sparkline(view.values, view.not_finite), "" if np.isnan(view.last) else format_number(view.last)
         cells = (hook, names[view.location], view.statistic, line, last, ratio)
-        rows.append(Row(cells, bool(view.not_finite.any())))
+        rows.append(Cells(cells, bool(view.not_finite.any())))
     return rows, len(views)
 
 

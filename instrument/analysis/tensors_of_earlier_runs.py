@@ -25,7 +25,7 @@ _Source = tuple[str, str | None, int | None]  # folder of the run, hook, and ste
 _INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "placement", "scope", "shape", "source_shape")
 
 
-class _Place(NamedTuple):
+class _Request(NamedTuple):
     """What a hook asks for: the tensor that was recorded at the same place as its own one. `like`: pairs of columns and values."""
 
     like: tuple[tuple[str, object], ...]
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
     pinned: bool
 
     @classmethod
-    def of(cls, context: Context, *, any_phase: bool, pinned: bool) -> _Place:
+    def of(cls, context: Context, *, any_phase: bool, pinned: bool) -> _Request:
         kind = KINDS[context.kind]
         of_batch, of_phase = kind.frequency == "micro_step", not any_phase
         columns = ["micro_step"] * of_batch + ["phase"] * of_phase
@@ -46,10 +46,10 @@ class _Place(NamedTuple):
 class _Step(NamedTuple):
     number: int
     rows: pd.DataFrame
-    tensors: dict[_Place, Tensor]
+    tensors: dict[_Request, Tensor]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A place in the model where tensors are recorded: the columns of the table."""
 
     layer: str
@@ -70,7 +70,7 @@ class RecordedSamples(NamedTuple):
     rows: dict[int | str, int]
 
 
-def _phases_at(step: _Step, place: _Place) -> str:
+def _phases_at(step: _Step, place: _Request) -> str:
     """Return the end of a message: the hooks that recorded the tensor of a place in other phases; empty if none did."""
     rows = step.rows
     for column, value in place.like:
@@ -172,7 +172,7 @@ class RunArchive(Archive):
         """See `Archive.of_samples`."""
         if context.ids is None:
             raise LookupError("the ids of the samples are unknown; call probe.batch(ids=ids) before each forward pass")
-        place = Place(context.layer, context.role, context.path, context.call)
+        place = TensorPlace(context.layer, context.role, context.path, context.call)
         recorded = self.by_sample(run, hook, step, place, f"hooks.{context.hook}")
         ids = context.ids.tolist() if isinstance(context.ids, Tensor) else context.ids
         missing = [name for name in ids if name not in recorded.rows]
@@ -180,7 +180,9 @@ class RunArchive(Archive):
             raise LookupError(f"{run} has no values of sample {missing[0]!r} at layer {context.layer or '.'!r}")
         return recorded.values[[recorded.rows.get(name, 0) for name in ids]]
 
-    def by_sample(self, run: str, hook: str | None, step: int | None, place: Place, where: str) -> RecordedSamples:
+    def by_sample(
+        self, run: str, hook: str | None, step: int | None, place: TensorPlace, where: str
+    ) -> RecordedSamples:
         """Return all values that were recorded at a place, by sample. They are read once and stay in memory.
 
         Raise a ConfigError if the run has no tensors with samples at this place, or several of a sample.
@@ -203,7 +205,7 @@ class RunArchive(Archive):
         If the run has as many processes as the current one, this is the tensor of the same rank. Otherwise it is the
         full tensor assembled from all ranks, or the batch shard of this process.
         """
-        place = _Place.of(context, any_phase=hook is not None, pinned=pinned)
+        place = _Request.of(context, any_phase=hook is not None, pinned=pinned)
         source, number = (run, hook, step), context.step if step is None else step
         current = self._steps.get(source)
         if current is None or current.number != number:
@@ -213,7 +215,7 @@ class RunArchive(Archive):
             current.tensors[place] = self._tensor(run, current, place)
         return current.tensors[place]
 
-    def _tensor(self, run: str, step: _Step, place: _Place) -> Tensor:
+    def _tensor(self, run: str, step: _Step, place: _Request) -> Tensor:
         rows = step.rows
         for column, value in place.like:
             rows = rows[rows[column] == value]

@@ -172,7 +172,7 @@ FIELDS: list[dict[str, Any]] = yaml.safe_load("""
 
 
 @dataclass(frozen=True)
-class Entry:
+class Term:
     """What one name means. In a key, `NAME` stands for the name of a hook, an `apply` spec or a rule. Examples and defaults are YAML."""
 
     key: str
@@ -214,14 +214,14 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def explain(key: str, known: Iterable[Entry]) -> list[Entry]:
+def explain(key: str, known: Iterable[Term]) -> list[Term]:
     """Return the entries of a key or a name; raise a `ConfigError` if there are none.
 
     Python names are read only if nothing else has the name, because importing the package takes seconds.
     """
     wanted = re.sub(r"^(hooks|apply|rules)\.[^.]+(?=\.)", r"\1.NAME", key)
     wanted = re.sub(r"^sweep\.", "run.", wanted)
-    by_name: dict[str, list[Entry]] = {}
+    by_name: dict[str, list[Term]] = {}
     for group in (known, python_entries()):
         for entry in group:
             of_table = (f"run.{entry.key}", f"probe.{entry.key}") if entry.what == "table" else ()
@@ -239,7 +239,7 @@ def model_of(action: str) -> type[HookBase]:
     return FunctionSpec if "_target_" in action else {**FUNCTIONS, **HOOK_ACTIONS}[action.rpartition(", ")[2]]
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[Term]:
     yield from _config_keys(RunConfig, "")
     hook = {"layers": "**", "kind": "forward", "action": "record"}
     yield from _fields("hooks.NAME.", HookBase, "field of every hook", hook)
@@ -247,45 +247,45 @@ def entries() -> Iterator[Entry]:
         model, is_action = model_of(name), name in HOOK_ACTIONS
         what = "action of hooks" if is_action else "function of action modify"
         for each in name.split(", "):
-            yield Entry(each, what, sentences(model), example=_yaml({"hooks": {"mine": example}}))
+            yield Term(each, what, sentences(model), example=_yaml({"hooks": {"mine": example}}))
         of = f"field of hooks with action: {'' if is_action else 'modify, fn: '}{name}"
         yield from _fields("hooks.NAME.", model, of, example, HookBase)
     for name, file in hook_sets().items():
         text = file.read_text()
         comment = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
-        yield Entry(name, f"hook set, hooks={name}", " ".join(comment), example=_yaml({"hooks": yaml.safe_load(text)}))
+        yield Term(name, f"hook set, hooks={name}", " ".join(comment), example=_yaml({"hooks": yaml.safe_load(text)}))
     yield from _fields("apply.NAME.", Selection, "field of every apply spec", APPLY["freeze"])
     for name, example in APPLY.items():
-        yield Entry(name, "action of apply", sentences(ACTIONS[name]), example=_yaml({"apply": {"mine": example}}))
+        yield Term(name, "action of apply", sentences(ACTIONS[name]), example=_yaml({"apply": {"mine": example}}))
         yield from _fields("apply.NAME.", ACTIONS[name], f"field of apply: {name}", example, Selection)
     yield from _fields("rules.NAME.", RuleBase, "field of every rule", {"rule": "dead_units"})
     for name, rule in sorted(RULES.items()):
         example = {"rule": name, **({"from": "runs/healthy"} if name == "reference" else {})}
         meaning = f"{sentences(rule.fields)} It reads {rule.requires}. {rule.advice}"
-        yield Entry(name, "rule", meaning, example=_yaml({"rules": {"mine": example}}))
+        yield Term(name, "rule", meaning, example=_yaml({"rules": {"mine": example}}))
         yield from _fields("rules.NAME.", rule.fields, f"field of rule {name}", example, RuleBase)
     for spec, example in CUSTOM_RULES.values():
         yield from _fields("rules.NAME.", spec, "field of a custom rule", example, RuleBase)
     for kind in KINDS.values():
         meaning, roles = f"An intervention changes: {kind.meaning}", f"roles {', '.join(kind.roles)}"
-        yield Entry(kind.name, "kind of hooks", meaning, roles, example=_record(kind.name))
+        yield Term(kind.name, "kind of hooks", meaning, roles, example=_record(kind.name))
     for statistic in STATISTICS.values():
         kind_and_role = statistic.only[0] if statistic.only else ("forward",)
         shown = _record(*kind_and_role, stats=[statistic.name])
-        yield Entry(statistic.name, "statistic", statistic.meaning, unit=statistic.unit, example=shown)
+        yield Term(statistic.name, "statistic", statistic.meaning, unit=statistic.unit, example=shown)
     for table in TABLES.values():
         call = "()" if table.name == "tensors" else ""
-        yield Entry(table.name, "table", f"A row is {table.row}.", example=f"instrument.load(RUN).{table.name}{call}")
+        yield Term(table.name, "table", f"A row is {table.row}.", example=f"instrument.load(RUN).{table.name}{call}")
         for column in table.columns:
             name, what = f"{table.name}.{column.name}", f"column of {table.name}"
-            yield Entry(name, what, column.meaning, column.type_name, unit=column.unit)
+            yield Term(name, what, column.meaning, column.type_name, unit=column.unit)
     for name in errors.__all__:
         error = getattr(errors, name)
         if isinstance(error, type) and issubclass(error, InstrumentError):
-            yield Entry(name, f"error, exit code {error.exit_code}", (error.__doc__ or "").split("\n\n")[0])
+            yield Term(name, f"error, exit code {error.exit_code}", (error.__doc__ or "").split("\n\n")[0])
 
 
-def python_entries() -> Iterator[Entry]:
+def python_entries() -> Iterator[Term]:
     """Yield the functions and classes of the package, and the attributes of `Run` (a run or a sweep) and of `AttachedProbe`."""
     package = import_module("instrument")
     for module in (package, package.plot, package.interpret, package.report):
@@ -300,17 +300,17 @@ def python_entries() -> Iterator[Entry]:
                 yield _python_entry(f"{key}.{name}", f"attribute of a {of}", inspect.getattr_static(kind, name))
 
 
-def _python_entry(key: str, what: str, value: Any) -> Entry:
+def _python_entry(key: str, what: str, value: Any) -> Term:
     """Return the entry of a Python object: its signature, and its docstring up to the arguments, without code."""
     text = re.split(r"\n\n(?=[A-Z][a-z]+:\n)", inspect.getdoc(value) or "")[0]
     meaning = " ".join(each for each in text.split("\n\n") if not each.startswith("    "))
     signature = ""
     with suppress(ValueError):  # Python knows no signature of some classes, such as typed dictionaries.
         signature = str(inspect.signature(value)) if callable(value) else ""
-    return Entry(key, what, " ".join(meaning.split()), signature)
+    return Term(key, what, " ".join(meaning.split()), signature)
 
 
-def _config_keys(model: type[BaseModel], prefix: str) -> Iterator[Entry]:
+def _config_keys(model: type[BaseModel], prefix: str) -> Iterator[Term]:
     """Yield the keys of a section and of the sections in it."""
     yield from _fields(prefix, model, "configuration key", {})
     for name, field in model.model_fields.items():
@@ -321,7 +321,7 @@ def _config_keys(model: type[BaseModel], prefix: str) -> Iterator[Entry]:
 
 def _fields(
     prefix: str, model: type[BaseModel], what: str, example: Mapping[str, Any], without: type[BaseModel] | None = None
-) -> Iterator[Entry]:
+) -> Iterator[Term]:
     """Yield the fields of a model, except those that another model describes in the same words."""
     schema = model.model_json_schema(by_alias=True)
     properties, definitions = schema["properties"], schema.get("$defs", {})
@@ -337,7 +337,7 @@ def _fields(
         shown = "required" if field.is_required() else shown
         meaning = field.description or sentences_of_section(described, definitions)
         kind, shown_example = type_text(described, definitions), _example_of(prefix, key, example, default)
-        yield Entry(f"{prefix}{key}", what, meaning, kind.replace("`", ""), shown, example=shown_example)
+        yield Term(f"{prefix}{key}", what, meaning, kind.replace("`", ""), shown, example=shown_example)
 
 
 def _example_of(prefix: str, key: str, example: Mapping[str, Any], default: object) -> str:

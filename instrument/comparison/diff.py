@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..analysis.config_comparison import HOOKS, Training, training_of
+from ..analysis.config_comparison import HOOKS, RunSetup, training_of
 from ..analysis.config_fields import leaves_of, to_yaml
 from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
@@ -266,7 +266,7 @@ def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
     common = [layer for layer in of_modules[0] if layer in of_modules[1]]
     for info, own in zip((one.info, other.info), of_modules, strict=True):
         training = training_of(0, info)
-        leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
+        leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, RunSetup) else {}
         settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
         settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
         flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}

@@ -35,7 +35,7 @@ from ..actions.intervention import Intervention, describe, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
 from ..errors import HookError, InstrumentError, user_code_location
-from ..plan.function_calls import Selection
+from ..plan.function_calls import SelectedFunction
 from ..stats.cpu_kernel import is_connected
 from ..values.nested import structure
 from .clock import FIRST_CALL, FiringIndex, graph_task
@@ -138,7 +138,7 @@ except ImportError:
         leaf_hooks: LeafHooks
         given_call: Any  # a `Call`
         firing: FiringIndex
-        counts: dict[Selection, int] = field(default_factory=dict)
+        counts: dict[SelectedFunction, int] = field(default_factory=dict)
         # The hooks whose functions were called, by code that is not compiled, and whether they fired.
         called: dict[AttachedHook, bool] = field(default_factory=dict)
         obstacles: dict[AttachedHook, str] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from .attached_probe import AttachedProbe
 Listener = Callable[[list[Tensor]], None]
 
 
-class ObservedFunction:
+class FunctionWithListeners:
     """A function of a module, or a method of a class. While there are listeners, each call passes its tensors to them first.
 
     The argument with this name has the tensors: one, or an iterable.
@@ -78,7 +78,7 @@ class ObservedFunction:
                 setattr(self._owner, self._name, self._original)
 
 
-CLIPPING = ObservedFunction(torch.nn.utils, "clip_grad_norm_", "parameters")
+CLIPPING = FunctionWithListeners(torch.nn.utils, "clip_grad_norm_", "parameters")
 
 
 class TrainerCallbackBase:

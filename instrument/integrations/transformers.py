@@ -16,9 +16,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from ..hooks.optimizer import parameter_ids
 from ..runtime.deferred_interrupts import signal_safe_contextmanager
 from ..storage.run_folder import DiscardedRunError
-from .trainer_callback import CLIPPING, ObservedFunction, TrainerCallbackBase
+from .trainer_callback import CLIPPING, FunctionWithListeners, TrainerCallbackBase
 
-BACKWARD = ObservedFunction(Accelerator, "backward", "loss")
+BACKWARD = FunctionWithListeners(Accelerator, "backward", "loss")
 
 
 class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignore[misc] # a class of transformers is Any

@@ -33,7 +33,7 @@ ONE, MANY, WIDEST = (3.0, 9.0), (1.2, 2.6), 20.0  # limits of the size of a map 
 Tokens = Sequence[str] | Sequence[int] | Callable[[int], str] | None
 
 
-class Row(NamedTuple):
+class MapRow(NamedTuple):
     """The maps of a sample at one location, and whether their values are probabilities over the keys."""
 
     tensor: AttentionTensor
@@ -158,7 +158,7 @@ def _find_sample(
     return (*known[sample][-1], sample)
 
 
-def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: int | Sequence[int] | None) -> Row:
+def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: int | Sequence[int] | None) -> MapRow:
     values = tensor.read(run)
     maps = tensor.maps(values, position)
     if head is not None:
@@ -168,11 +168,11 @@ def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: 
                 message = f"{tensor.location} has no such recorded head: its shape is {list(tensor.source_shape)}"
                 raise InstrumentError(Problem("head", message, one, ", ".join(map(str, maps.heads)) or "no heads"))
         maps = maps._replace(values=maps.values[[maps.heads.index(one) for one in wanted]], heads=wanted)
-    return Row(tensor, maps, tensor.are_probabilities(values))
+    return MapRow(tensor, maps, tensor.are_probabilities(values))
 
 
 def _labels(
-    run: Run | pd.DataFrame, row: Row, batch: Batch, position: int, tokens: Tokens
+    run: Run | pd.DataFrame, row: MapRow, batch: Batch, position: int, tokens: Tokens
 ) -> tuple[list[str], list[str]]:
     """Return the labels of the queries and of the keys. Queries have those of the keys if their numbers are equal."""
     queries, keys = row.tensor.source_shape[-2:]
@@ -194,7 +194,7 @@ def _labels(
     return [of_queries[at] for at in row.maps.queries], [of_keys[at] for at in row.maps.keys]
 
 
-def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> None:
+def _draw_figure(rows: Sequence[MapRow], labels: Sequence[tuple[list[str], list[str]]]) -> None:
     """Draw one row of maps for each location, or the maps of one location in a grid."""
     counts = [min(MAX_HEADS, len(row.maps.values)) for row in rows]
     most = max(1, int((width_or(WIDEST) - AROUND) / (SMALLEST + BETWEEN)))
@@ -243,7 +243,7 @@ def _columns(count: int) -> int:
     return min(range(square, min(count, 2 * square) + 1), key=lambda columns: (-count % columns, columns))
 
 
-def _draw_map(axes: Axes, row: Row, number: int, of_scale: dict[str, Any]) -> None:
+def _draw_map(axes: Axes, row: MapRow, number: int, of_scale: dict[str, Any]) -> None:
     """Draw the map of one head; values that are not finite are gray."""
     axes.set_facecolor(BLANK)
     axes.grid(False)

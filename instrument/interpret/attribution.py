@@ -17,7 +17,7 @@ from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
 from ..fields.globs import matches
 from ..formatting import shorten
-from .attribution_result import GRADIENT, INTEGRATED, METHODS, PATCHING, Attribution, Location, make_attribution
+from .attribution_result import GRADIENT, INTEGRATED, METHODS, PATCHING, Attribution, TensorLocation, make_attribution
 from .recorded_layers import recorded_indices, recorded_specs
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _of_run(
         layers, where = ".", {**where, "role": ["input", "grad_input"]}
         batches_of_pass = run.read("metrics", ["epoch", "step"]).query("epoch == 0")["step"].nunique()
     order, specs = list(dict.fromkeys(run.read("layers", ["layer"])["layer"])), recorded_specs(run)
-    found: dict[Location, dict[tuple[int, ...], list[Array]]] = {}
+    found: dict[TensorLocation, dict[tuple[int, ...], list[Array]]] = {}
     taken = {}
     for layer in _layers(run, order, layers, where["role"]):
         values, gradients = (
@@ -133,7 +133,7 @@ def _of_run(
             message = "several phases have tensors" if len(rows) else "the values and the gradients are of other steps"
             raise InstrumentError(Problem("phase", message, layer or ".", fix="pass phase= or step="))
         for _, row in rows.iterrows():
-            at, batch = Location(layer, row["path"], row["call"]), [*row[_BATCH]]
+            at, batch = TensorLocation(layer, row["path"], row["call"]), [*row[_BATCH]]
             shapes = tuple(row["shape"]), tuple(row["source_shape"])
             taken[at], of_gradient = (
                 recorded_indices(specs.get(row[key]), *shapes) for key in ("hook", "hook_gradient")

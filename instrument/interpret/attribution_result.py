@@ -17,7 +17,7 @@ from ..rules.step_rows import location_name
 GRADIENT, INTEGRATED, PATCHING = METHODS = ("gradient_x_input", "integrated_gradients", "attribution_patching")
 
 
-class Location(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor of a layer: the name of the module, the path in a nested value, and the index of the call."""
 
     layer: str
@@ -91,14 +91,14 @@ def parts_of(heads: int | None, shape: Sequence[int], taken: Sequence[Any] | Non
 def make_attribution(
     method: str,
     of: str,
-    found: Mapping[Location, Sequence[Array]],
+    found: Mapping[TensorLocation, Sequence[Array]],
     order: Sequence[str],
     heads: int | None,
     *,
     batches: int = 1,
-    taken: Mapping[Location, Any],
+    taken: Mapping[TensorLocation, Any],
     change: float | None = None,
-    exact: Mapping[Location, Mapping[str, float]] | None = None,
+    exact: Mapping[TensorLocation, Mapping[str, float]] | None = None,
 ) -> Attribution:
     """Return the result for the attributions of each location, one array [samples, ...] per batch.
 

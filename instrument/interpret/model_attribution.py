@@ -19,9 +19,9 @@ from ..plan.shape_inference import without_side_effects
 from ..runtime.lazy_compiler import uncompiled
 from ..tasks.model_output import OutputUnit
 from ..values.nested import iter_tensors, map_tensors
-from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, make_attribution, parts_of
+from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, TensorLocation, make_attribution, parts_of
 
-Tensors = dict[Location, Tensor]
+Tensors = dict[TensorLocation, Tensor]
 
 
 def attribution_of_model(  # noqa: PLR0917
@@ -74,7 +74,7 @@ def attribution_of_model(  # noqa: PLR0917
     for at, value in values.items():
         found[at] = [(sign * (value.double() - others[at].double()) * gradients[at].double()).cpu().numpy()]
     name = of if isinstance(of, str) else getattr(of, "__name__", type(of).__name__)
-    exact_effects: dict[Location, dict[str, float]] = {}
+    exact_effects: dict[TensorLocation, dict[str, float]] = {}
     for at, each in effects.items():
         exact_effects[at] = {column: sign * (number - new) + 0.0 for column, new in each.items()}
     order = [layer for layer, _ in model.named_modules()]
@@ -89,7 +89,7 @@ class _Passes:
     def __init__(self, model: nn.Module, of: str | Callable[[Any], Tensor] | None) -> None:
         self.kept: Tensors = {}
         self._model = model
-        self._new: dict[Location, Callable[[Tensor], Tensor]] = {}
+        self._new: dict[TensorLocation, Callable[[Tensor], Tensor]] = {}
         try:
             self._number = of if callable(of) else OutputUnit(output_unit_text(of or ""), "of").part_of
         except ValueError as error:
@@ -101,13 +101,13 @@ class _Passes:
         The first copy has no other use. Its gradient is therefore that of the layer, also if the layer returns its input, or if a
         later operation changes the result in place.
         """
-        at = Location(context.layer, context.path, context.call)
+        at = TensorLocation(context.layer, context.path, context.call)
         if at in self._new:
             tensor = self._new[at](tensor)
         self.kept[at] = (tensor if tensor.requires_grad else tensor.detach().requires_grad_()).clone()
         return self.kept[at].clone()
 
-    def run(self, batch: Any, wanted: Sequence[Location] = ()) -> tuple[float, Tensors]:
+    def run(self, batch: Any, wanted: Sequence[TensorLocation] = ()) -> tuple[float, Tensors]:
         """Return the number for a batch and, unless gradients are disabled, those with respect to some or all tensors."""
         self.kept = {}
         result = self._number(call_model(self._model, batch))
@@ -142,9 +142,9 @@ class _Passes:
         return means
 
     @torch.no_grad()
-    def effects(self, batch: Any, others: Tensors, heads: int | None) -> dict[Location, dict[str, float]]:
+    def effects(self, batch: Any, others: Tensors, heads: int | None) -> dict[TensorLocation, dict[str, float]]:
         """Return the number with one part of a tensor replaced, for each part."""
-        effects: dict[Location, dict[str, float]] = {}
+        effects: dict[TensorLocation, dict[str, float]] = {}
         for at, other in others.items():
             for name, part in parts_of(heads, other.shape).items():
                 mask = torch.zeros_like(other, dtype=torch.bool)

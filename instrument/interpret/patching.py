@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 import pandas as pd
 
-from ..analysis.config_comparison import HOOKS, Training, differing_overrides, trainings
+from ..analysis.config_comparison import HOOKS, RunSetup, differing_overrides, trainings
 from ..analysis.config_fields import canonical_json, to_yaml
 from ..analysis.config_key_effects import Means, averaged_columns, keys_of, means_of, student
 from ..analysis.load import Run
@@ -298,7 +298,7 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
 _FEWER = "load the runs that differ in two of them, or pass a list of them"
 
 
-def _differing_fields(finished: Sequence[Training], hook: str) -> list[str]:
+def _differing_fields(finished: Sequence[RunSetup], hook: str) -> list[str]:
     """Return the fields of an intervention in which the runs that have it differ, such as `layers` and `heads.take`."""
     start = f"{HOOKS}.{hook}."
     fields = [
@@ -312,7 +312,7 @@ def _differing_fields(finished: Sequence[Training], hook: str) -> list[str]:
 
 def _select(
     run: RunTables,
-    finished: Sequence[Training],
+    finished: Sequence[RunSetup],
     left_out: Mapping[int, str],
     fields: Mapping[str, Sequence[str]],
     intervention: str | None,
@@ -336,7 +336,7 @@ def _select(
     return intervention or next(iter(fields))
 
 
-def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -> None:
+def _check_unique(treated: Sequence[RunSetup], hook: str, keys: Sequence[str]) -> None:
     """Check that runs in the same cell differ only in their seed."""
     start = f"{HOOKS}.{hook}."
     others: dict[tuple[str | None, ...], dict[str, str]] = {}
@@ -349,7 +349,7 @@ def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -
             raise InstrumentError(Problem("sweep", message, ", ".join(names[:MAX_NAMES]), fix=_FEWER))
 
 
-def _field(training: Training, hook: str, field: str) -> Any:
+def _field(training: RunSetup, hook: str, field: str) -> Any:
     return training.at([HOOKS, hook, *field.split(".")]) if field else None
 
 

@@ -63,13 +63,13 @@ class RunningModule:
     frame: FrameType
     observers: Mapping[str, Any]  # of its functions, by the name of the spec
     is_paused: bool = False  # whether the mode is not active during this call
-    counts: dict[Selection, int] = field(default_factory=dict)  # calls so far of each function for each spec
+    counts: dict[SelectedFunction, int] = field(default_factory=dict)  # calls so far of each function for each spec
     compiled: tuple[Any, ...] = ()  # the observers whose functions were called by compiled code
     pause_reason: str | None = None  # why the mode was paused in it, if it was
     has_switched_mode: bool = False  # whether the mode became active, or inactive, when this call started
 
 
-class Selection(NamedTuple):
+class SelectedFunction(NamedTuple):
     """A function that a spec selects; `own`: only where a matched module calls it itself."""
 
     spec: str
@@ -81,7 +81,7 @@ class ObservedFunction(NamedTuple):
     """What is known of a function that any spec selects."""
 
     name: str
-    selections: tuple[Selection, ...]
+    selections: tuple[SelectedFunction, ...]
     is_plain: bool  # whether all specs only record complete results
     paths: list[str]  # of its calls, as far as they are known: `softmax.0`, `softmax.1`, ...
 
@@ -146,7 +146,7 @@ class FunctionMode(TorchFunctionMode):
         specs = [] if name is None else [spec for spec in self.specs if self.selects(spec, name)]
         known = None
         if name is not None and specs:
-            selections = tuple(Selection(spec.name, name, spec.own) for spec in specs)
+            selections = tuple(SelectedFunction(spec.name, name, spec.own) for spec in specs)
             are_records = all(isinstance(spec, ObservationSpec) for spec in specs)
             is_plain = are_records and all(spec.tensor_role == "output" and spec.path is None for spec in specs)
             known = ObservedFunction(name, selections, is_plain, [])
@@ -161,7 +161,7 @@ class FunctionMode(TorchFunctionMode):
         self.is_compiled_code.update(entries)
         self.knows_compiler = bool(entries)
 
-    def _owners(self, selections: Iterable[Selection]) -> list[Owner]:
+    def _owners(self, selections: Iterable[SelectedFunction]) -> list[Owner]:
         """Return the module calls that a call of a function belongs to, and count the call in each."""
         frame, is_compiled = self._calling_module()
         owners = []

@@ -223,11 +223,11 @@ class RowMerger:
             piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
         ]
         reducer = LocalReducer() if local_only else self.ranks
-        parts = Parts.of(pieces, block)
+        parts = RankNumbers.of(pieces, block)
         are_same, maxima = reducer.agree(pieces, None if block is None else block.key, parts.ends)
         if not are_same:
             pieces, block = self.ranks.align([*pieces, *(() if block is None else block.pieces())]), None
-            parts = Parts.of(pieces, None)
+            parts = RankNumbers.of(pieces, None)
         merged_rows = merge(pieces, reducer, block, parts.to(reducer.device), maxima, self._slots)
         self._pieces, self._block = [], None  # not cleared earlier, since other processes may fail
         return merged_rows
@@ -274,7 +274,7 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
 
 
 @dataclass
-class Parts:
+class RankNumbers:
     """This process's numbers of the rows of a step, on one device: sums [rows, COLUMNS], those of the block first, effects [rows, EFFECT],
     and the numbers that are gathered, those of all pieces concatenated; float64.
     """
@@ -284,7 +284,7 @@ class Parts:
     gathered: Tensor
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], block: Block | None) -> Parts:
+    def of(cls, pieces: Sequence[Piece], block: Block | None) -> RankNumbers:
         """Stack the numbers of pieces and of a block."""
         parts = (*pieces, *(() if block is None else (block,)))
         device = next((device for part in parts if (device := part.device) is not None), None)
@@ -295,9 +295,9 @@ class Parts:
         gathered = torch.cat([_NOTHING.to(device), *(piece.gathered.to(device) for piece in pieces)])
         return cls(sums, _stacked(effects, len(EFFECT), device), gathered)
 
-    def to(self, device: torch.device | None) -> Parts:
+    def to(self, device: torch.device | None) -> RankNumbers:
         """Return the numbers on a device; None keeps theirs."""
-        return Parts(*(each.to(device) for each in self._all))
+        return RankNumbers(*(each.to(device) for each in self._all))
 
     @property
     def _all(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,10 +308,10 @@ class Parts:
         """All numbers, float64 [numbers]."""
         return torch.cat([each.flatten() for each in self._all])
 
-    def of_process(self, flat: Tensor) -> Parts:
+    def of_process(self, flat: Tensor) -> RankNumbers:
         """Return the numbers of another process, given its `flat`."""
         numbers = flat.split([each.numel() for each in self._all])
-        return Parts(*(own.view_as(each) for own, each in zip(numbers, self._all, strict=True)))
+        return RankNumbers(*(own.view_as(each) for own, each in zip(numbers, self._all, strict=True)))
 
     @property
     def ends(self) -> Tensor:
@@ -349,7 +349,7 @@ def merge(
     pieces: Sequence[Piece],
     reducer: LocalReducer | Ranks,
     block: Block | None,
-    parts: Parts,
+    parts: RankNumbers,
     maxima: Tensor | None,
     slots: Slots,
 ) -> MergedRows | None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..analysis.config_comparison import rules_of
 from ..analysis.diagnosis import SEVERITIES, Finding, diagnoses, findings_of
 from ..analysis.new_rows import NewRows, RowsRemovedError
-from ..analysis.overview import LAYER_COLUMNS, METRIC_COLUMNS, SHOWN_METRICS, Row, layer_rows, metric_rows, sparkline
+from ..analysis.overview import LAYER_COLUMNS, METRIC_COLUMNS, SHOWN_METRICS, Cells, layer_rows, metric_rows, sparkline
 from ..analysis.run_history import MAX_VALUES, RunHistory, shown_tables
 from ..errors import InstrumentError, InstrumentWarning
 from ..storage.remote_folder import is_address, moved_to
@@ -200,7 +200,7 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def table_of(title: str, columns: Sequence[str], numbers: Collection[str], rows: Iterable[Row] = ()) -> Table:
+def table_of(title: str, columns: Sequence[str], numbers: Collection[str], rows: Iterable[Cells] = ()) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
         justify: Literal["left", "right"] = "right" if name in numbers else "left"

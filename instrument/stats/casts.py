@@ -34,7 +34,7 @@ from .cpu_kernel import DTYPE_OF_KIND
 from .measure import CastOf, Measured, measure
 from .merge import Array
 from .portable import widest
-from .table_rows import Call, Distributions
+from .table_rows import Distributions, HookCall
 
 _BLOCKS = Distributions((0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99))  # of the errors of blocks
 
@@ -60,7 +60,7 @@ class Casts:
     def size(self) -> int:
         return 4 + (len(_BLOCKS.quantiles) if self.format.block else 0)
 
-    def of_call(self, tensor: Tensor, call: Call) -> Casts | None:
+    def of_call(self, tensor: Tensor, call: HookCall) -> Casts | None:
         """Return the casts of a call. None for other dtypes, and for formats with blocks if the tensor is sparse or nested."""
         is_strided = tensor.layout == torch.strided and not tensor.is_nested
         if tensor.dtype not in DTYPE_OF_KIND.values() or not (is_strided or not self.format.block):

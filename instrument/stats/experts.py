@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..values.dtensor import NOT_SHARDED, Shards
 from .merge import Array
 from .portable import parts_of, softmax_of, widest
-from .table_rows import Call
+from .table_rows import HookCall
 
 PER_TOKEN = ("top_k", "num_experts_per_tok")
 """The attributes of a router in which the number of experts per token is looked up."""
@@ -46,7 +46,7 @@ class Experts:
     def size(self) -> int:
         return self.count or _USUAL_SIZE
 
-    def of_call(self, tensor: Tensor, call: Call) -> Experts | None:
+    def of_call(self, tensor: Tensor, call: HookCall) -> Experts | None:
         """Return the measure of a call; None if the tensor is neither logits nor indices. See `Measure`.
 
         Raises:

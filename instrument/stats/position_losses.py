@@ -15,7 +15,7 @@ from ..values.dtensor import NOT_SHARDED, Shards
 from ..values.nested import to_device
 from .merge import Array
 from .portable import constants, parts_of, softmax_of, widest
-from .table_rows import Call
+from .table_rows import HookCall
 
 _FIX = (
     "call probe.batch(ids=ids, targets=targets) before the forward pass, with the class that each of the logits predicts: "
@@ -37,7 +37,7 @@ class PositionLosses:
     def size(self) -> int:
         return 2 * len(self.position_losses)
 
-    def of_call(self, tensor: Tensor, call: Call) -> PositionLosses | None:
+    def of_call(self, tensor: Tensor, call: HookCall) -> PositionLosses | None:
         """Return the measure of a call; None for a tensor that is not [N, T, classes]. See `Measure`.
 
         Raises:

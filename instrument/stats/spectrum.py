@@ -16,7 +16,7 @@ from ..tables.kinds import KINDS
 from ..values.dtensor import Shards, joined_shards
 from .merge import Array
 from .portable import widest
-from .table_rows import Call
+from .table_rows import HookCall
 from .unit_statistics import unit_dim
 
 
@@ -32,7 +32,7 @@ class Spectrum:
     def size(self) -> int:
         return self.spectrum + 3
 
-    def of_call(self, tensor: Tensor, call: Call) -> Spectrum | None:
+    def of_call(self, tensor: Tensor, call: HookCall) -> Spectrum | None:
         """Return the measure of a call; None for a nested tensor, whose parts differ in shape. See `Measure`."""
         of_batch = KINDS[call.kind].family == "module"
         units = (

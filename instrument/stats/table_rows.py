@@ -18,7 +18,7 @@ Values = Sequence[float | None] | Tensor
 """Numbers, None for no value; or on the device of a tensor, NaN for no value."""
 
 
-class Call(Protocol):
+class HookCall(Protocol):
     """The call of a hook: an `instrument.Context`."""
 
     hook: str
@@ -104,7 +104,7 @@ class Distributions:
         return (sampled if self.quantiles else None, list(self.quantiles) or None, *rest)
 
 
-def measure_of_call(measure: Measure, tensor: Tensor, call: Call) -> Measure | None:
+def measure_of_call(measure: Measure, tensor: Tensor, call: HookCall) -> Measure | None:
     """Return the measure of a call; None if the tensor gets no row."""
     of_call = getattr(measure, "of_call", None)
     return measure if of_call is None else of_call(tensor, call)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..actions.builtin.recorded import RecordedSpec
-from ..analysis.tensors_of_earlier_runs import Place, RunArchive
+from ..analysis.tensors_of_earlier_runs import RunArchive, TensorPlace
 from ..config.experiment import RunConfig
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
@@ -29,7 +29,7 @@ from ..values.nested import to_device
 from .hook_trials import HookTrials
 from .loader import LoaderOptions, PhaseBatches, first_batch
 
-Locations = Mapping[Place, tuple[int, ...]]
+Locations = Mapping[TensorPlace, tuple[int, ...]]
 """The shapes that tensors have in the first batch, by their location in the model."""
 _TOLERANCE = 1e-3  # of float32; kernels round batches of different sizes differently
 _ABSOLUTE = 1e-5
@@ -55,20 +55,20 @@ def recording_problems(trials: HookTrials, inferred_by_phase: Mapping[str, Infer
     return problems
 
 
-def _locations(plan: HookPlan, spec: RecordedSpec, inferred: InferredCalls) -> dict[Place, tuple[int, ...]]:
+def _locations(plan: HookPlan, spec: RecordedSpec, inferred: InferredCalls) -> dict[TensorPlace, tuple[int, ...]]:
     role, locations = spec.tensor_role, {}
     for site in plan.of(spec.name):
         if spec.definition.family != "module":
             tensor = site.current_tensor
             shape = () if tensor is None else tuple(tensor.shape)
-            locations[Place(site.layer.name, role, site.own_name, 0)] = shape
+            locations[TensorPlace(site.layer.name, role, site.own_name, 0)] = shape
             continue
         for call, infos in enumerate(calls_at(site, inferred)):
             for info in infos:
                 is_selected = spec.path is None or matches(spec.path, info.path)
                 has_gradient = info.requires_grad or not spec.definition.gradient
                 if is_selected and has_gradient and info.dtype.is_floating_point:
-                    locations[Place(site.layer.name, role, info.path, call)] = info.shape
+                    locations[TensorPlace(site.layer.name, role, info.path, call)] = info.shape
     return locations
 
 
@@ -120,8 +120,8 @@ def _batch_problems(
     assert spec.run is not None, "only tensors of another run are looked up"
     where, rows = f"hooks.{spec.name}", _recorded_rows(spec, archive)
     usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
-    groups: Any = usable.groupby([*Place._fields])  # the keys are typed as hashable objects
-    recorded = {Place(*key): group for key, group in groups}
+    groups: Any = usable.groupby([*TensorPlace._fields])  # the keys are typed as hashable objects
+    recorded = {TensorPlace(*key): group for key, group in groups}
     missing = [location for location in locations if location not in recorded]
     # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
     if missing and (not spec.definition.gradient or len(missing) == len(locations)):
@@ -167,7 +167,7 @@ def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int 
     return {step: [size if is_known else None for size in of_step.tolist()] for step, of_step in sizes}
 
 
-def _text(location: Place) -> str:
+def _text(location: TensorPlace) -> str:
     named = repr(location.layer or ".") + (f" {location.path}" if location.path else "")
     return named + (f" (call {location.call})" if location.call else "")
 

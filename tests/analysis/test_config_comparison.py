@@ -9,14 +9,14 @@ import pytest
 from run_folders import CLIP, RECORD, write_run
 
 import instrument
-from instrument.analysis.config_comparison import IGNORED_KEYS, Training, differing_overrides, trainings
+from instrument.analysis.config_comparison import IGNORED_KEYS, RunSetup, differing_overrides, trainings
 from instrument.analysis.config_fields import canonical_json, to_yaml
 from instrument.report.sweep_page import pairs
 
 QUIET = {"layers": "b", "kind": "full_backward", "action": "scale", "factor": 0.5}
 
 
-def training_of(folder: Path, config: dict[str, Any], seed: int = 0) -> Training:
+def training_of(folder: Path, config: dict[str, Any], seed: int = 0) -> RunSetup:
     (found,), left_out = trainings(instrument.load(write_run(folder, config=config, seed=seed)))
     assert left_out == {}
     return found

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known() -> Iterator[list[explain.Entry]]:
+def known() -> Iterator[list[explain.Term]]:
     """Everything that can be explained. It is found once, which takes a second."""
     found = list(explain.entries())
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def explained(capsys: pytest.CaptureFixture[str], *keys: str) -> str:
     return capsys.readouterr().out
 
 
-def test_each_example_is_a_valid_configuration(known: list[explain.Entry]) -> None:
+def test_each_example_is_a_valid_configuration(known: list[explain.Term]) -> None:
     examples = {entry.example: entry for entry in known if entry.what.split()[0] not in ("column", "table", "error,")}
     assert "" not in examples
     for example in examples:
@@ -53,7 +53,7 @@ def test_each_example_is_a_valid_configuration(known: list[explain.Entry]) -> No
         parse_config({**CONFIG, **content, "data": data, "train": train})
 
 
-def test_each_example_has_the_key_that_it_explains(known: list[explain.Entry]) -> None:
+def test_each_example_has_the_key_that_it_explains(known: list[explain.Term]) -> None:
     fields = [entry for entry in known if entry.what.startswith(("configuration key", "field of"))]
     assert len(fields) > 100
     for entry in fields:
@@ -63,7 +63,7 @@ def test_each_example_has_the_key_that_it_explains(known: list[explain.Entry]) -
         assert f"{name}: []" not in entry.example, entry
 
 
-def test_everything_that_can_be_registered_is_explained(known: list[explain.Entry]) -> None:
+def test_everything_that_can_be_registered_is_explained(known: list[explain.Term]) -> None:
     of = {what: {entry.key for entry in known if entry.what == what} for what in {entry.what for entry in known}}
     assert of["statistic"] == {*STATISTICS}
     assert of["rule"] == {*RULES}

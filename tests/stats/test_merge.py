@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instrument.probe.rank_merging import Parts
+from instrument.probe.rank_merging import RankNumbers
 from instrument.stats.distribution import SAMPLE, distribution
 from instrument.stats.measure import measure, measure_statistics
 from instrument.stats.merge import merge_distributions, merge_units, pack_units, sketch
@@ -156,7 +156,7 @@ def test_step_with_rows_of_interventions_only_is_merged() -> None:
     """Of two processes with the norms 3 and 4 before, 6 and 8 after, and the factors 0.5 and 2."""
     effects = [[8.0, 4.0, 3.0, 6.0, 0.5, math.nan], [8.0, 6.0, 4.0, 8.0, 2.0, math.nan]]
     no_sums = torch.empty(0, len(COLUMNS), dtype=torch.float64)
-    parts = [Parts(no_sums, torch.tensor([row], dtype=torch.float64), torch.empty(0)) for row in effects]
+    parts = [RankNumbers(no_sums, torch.tensor([row], dtype=torch.float64), torch.empty(0)) for row in effects]
     maxima = torch.stack([part.ends for part in parts]).amax(0)
     sums, together = parts[0].merged(maxima, torch.stack([part.totals(maxima) for part in parts]).sum(0))
     assert len(sums) == 0
