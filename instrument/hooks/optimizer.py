@@ -146,18 +146,11 @@ class StepHooks(OptimizerHooks, StepPostHooks):
     sites_with_update: frozenset[AttachedHook] = frozenset()  # whose buffer contains the update already
     copied_at: int | None = None  # the training step of the copies of parameters, until the optimizer makes its step
 
-    @cached_property
-    def _old_gradients(self) -> dict[int, tuple[Tensor, int]]:
-        """The gradients that parameters had when the hooks were attached, with their versions, by the `id` of the parameter."""
-        return {}
-
-    @cached_property
-    def parameters_before(self) -> dict[AttachedHook, Tensor]:
-        """The buffers for parameters before their update."""
-        return {}
-
     def attach(self) -> None:
         """Register the hook after the step, and the one before it unless the loop announces the step. Both break a compiled step."""
+        self.parameters_before: dict[AttachedHook, Tensor] = {}  # the buffers for parameters before their update
+        # The gradients that parameters have now, with their versions, by the `id` of the parameter.
+        self._old_gradients: dict[int, tuple[Tensor, int]] = {}
         self.register_after_step(self.optimizer, in_graphs=False)
         sites = (attached for attached in self.of_kind("step_post") if attached.role == "update")
         for parameter in (attached.current_parameter() for attached in sites):

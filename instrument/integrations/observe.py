@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, Problem
 from ..hooks.clock import operator_name
 from ..plan.shape_inference import without_side_effects
+from ..probe.program_settings import reached
 from ..values.nested import iter_tensors, structure
 from .attach import attach
 
@@ -133,7 +135,8 @@ def _backward(model: nn.Module, batch: Any, scalar: Tensor | None) -> None:
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if scalar is None or not leaves:
         return
-    if not _is_reentrant(scalar):
+    nodes = reached([] if scalar.grad_fn is None else [scalar.grad_fn], limit=math.inf)
+    if not any(operator_name(node) == "CheckpointFunctionBackward" for node in nodes):
         torch.autograd.grad(scalar.reshape(()), leaves, allow_unused=True)
         return
     before = [leaf.grad for leaf in leaves]
@@ -144,16 +147,3 @@ def _backward(model: nn.Module, batch: Any, scalar: Tensor | None) -> None:
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
-
-
-def _is_reentrant(scalar: Tensor) -> bool:
-    waiting, seen = [scalar.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if operator_name(node) == "CheckpointFunctionBackward":
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False

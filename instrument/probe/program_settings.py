@@ -259,11 +259,16 @@ def _factors(node: Node | None) -> set[Node]:
     return found
 
 
-def reached(nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None) -> set[Node]:
-    """Return the nodes of a graph that follow some nodes, and these. With `users`, nodes that use parameters are put there instead."""
+def reached(
+    nodes: Sequence[Node], users: dict[Node, list[Tensor]] | None = None, *, limit: float = MAX_NODES
+) -> set[Node]:
+    """Return the nodes of a graph that follow some nodes, and these, up to the first one after `limit` nodes.
+
+    With `users`, nodes that use parameters are put there instead.
+    """
     found: set[Node] = set()
     left = [*nodes]
-    while left and len(found) <= MAX_NODES:
+    while left and len(found) <= limit:
         node = left.pop()
         if node in found:
             continue

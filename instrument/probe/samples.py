@@ -6,8 +6,8 @@ GPU are copied when the step ends, as all numbers are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..hooks.clock import take
 from ..tables.kinds import KINDS
 from ..tables.message_template import Column, NumberColumn, StepColumns
 from ..tables.schemas import TABLES
+from ..values.containers import entries
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 """The entries of a batch that is a mapping in which targets are looked up."""
@@ -252,20 +253,14 @@ def _array(values: Any) -> np.ndarray[Any, Any] | None:
 def targets_of(batch: Any) -> Tensor | None:
     """Return the targets of a batch of the data loader.
 
-    These are the entry of a mapping, dataclass or named tuple that is named in `TARGET_KEYS`, or the second item of a
-    pair.
+    These are the entry of a mapping or of an object with fields, such as a dataclass, that is named in `TARGET_KEYS`; or the second
+    item of a pair.
 
     Returns:
         The targets, real numbers of any shape [samples, ...]; None if the batch has none.
     """
-    targets: Any = None
-    named = batch
-    if is_dataclass(batch):
-        named = {each.name: getattr(batch, each.name, None) for each in fields(batch)}
-    elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
-        named = batch._asdict()
-    if isinstance(named, Mapping):
-        targets = next((named[key] for key in TARGET_KEYS if key in named), None)
+    named = dict(entries(batch))
+    targets = next((named[key] for key in TARGET_KEYS if key in named), None)
     if targets is None and isinstance(batch, list | tuple) and len(batch) == 2:
         targets = batch[1]
     return targets if isinstance(targets, Tensor) and targets.dim() and not targets.is_complex() else None

@@ -126,7 +126,8 @@ class Transfer:
                 for tensor, (own_key, _) in zip(tensors, self._layout, strict=True)
                 if own_key == key
             ]
-            self._copies[key] = _begin_copy(torch.cat(flat))
+            vector = torch.cat(flat)
+            self._copies[key] = HostCopy(vector) if vector.is_cuda else vector
 
     @property
     def is_complete(self) -> bool:
@@ -140,23 +141,13 @@ class Transfer:
         return self._numbers()
 
     def _numbers(self) -> Iterator[list[float]]:
-        numbers = {key: _as_numbers(copy) for key, copy in self._copies.items()}
+        copies = {key: copy.wait() if isinstance(copy, HostCopy) else copy for key, copy in self._copies.items()}
+        numbers: dict[Any, list[float]] = {key: vector.tolist() for key, vector in copies.items()}
         offsets = dict.fromkeys(numbers, 0)
         for key, count in self._layout:
             start = offsets[key]
             offsets[key] += count
             yield numbers[key][start : offsets[key]]
-
-
-def _begin_copy(vector: Tensor) -> Tensor | HostCopy:
-    """Begin to copy a vector that is read later. Only CUDA copies asynchronously."""
-    return HostCopy(vector) if vector.is_cuda else vector
-
-
-def _as_numbers(copy: Tensor | HostCopy) -> list[float]:
-    vector = copy.wait() if isinstance(copy, HostCopy) else copy
-    numbers: list[float] = vector.tolist()
-    return numbers
 
 
 class PendingMetrics(Mapping[str, float | None]):

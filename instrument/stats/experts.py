@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..values.dtensor import NOT_SHARDED, Shards
+from ..values.dtensor import Shards
 from .merge import Array
 from .portable import parts_of, softmax_of, widest
-from .table_rows import HookCall
+from .table_rows import HookCall, Measure
 
 PER_TOKEN = ("top_k", "num_experts_per_tok")
 """The attributes of a router in which the number of experts per token is looked up."""
@@ -30,7 +30,7 @@ def attribute_of(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Measure):
     """The load of experts; see `instrument.stats.table_rows.Measure`.
 
     A tensor of floating point is the logits [..., experts]: the experts of a token are those with the largest logits. A tensor of
@@ -67,10 +67,6 @@ class Experts:
             is_of_router = count not in (None, last) and last == per_token
         return replace(self, experts=per_token, count=count or last) if is_of_router else None
 
-    def values(self, tensor: Tensor) -> Tensor:
-        """Return the number of assignments of each expert, the sum of the entropies of the tokens in nats, and their number."""
-        return self.part(tensor, NOT_SHARDED)
-
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
         *loads, entropies, tokens = (math.nan if value is None else value for value in values)
         counts = np.array(loads)
@@ -87,7 +83,7 @@ class Experts:
         return (counts / total).tolist(), variation, int((counts == 0).sum()), entropy, dropped, source_shape
 
     def part(self, tensor: Tensor, shards: Shards) -> Tensor:  # noqa: ARG002
-        """Return the numbers of `values` for one process's part, whose sums are those of the full tensor."""
+        """Return the number of assignments of each expert, the sum of the entropies of the tokens in nats, and their number."""
         x = tensor.detach().to_dense()
         dtype = widest(x.device)
         counts, sums = (torch.zeros(size, dtype=dtype, device=x.device) for size in (self.count, 2))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Problem
-from ..values.dtensor import NOT_SHARDED, Shards
+from ..values.dtensor import Shards
 from ..values.nested import to_device
 from .merge import Array
 from .portable import constants, parts_of, softmax_of, widest
-from .table_rows import HookCall
+from .table_rows import HookCall, Measure
 
 _FIX = (
     "call probe.batch(ids=ids, targets=targets) before the forward pass, with the class that each of the logits predicts: "
@@ -24,7 +24,7 @@ _FIX = (
 
 
 @dataclass(frozen=True)
-class PositionLosses:
+class PositionLosses(Measure):
     """The mean loss of the positions in each bin; see `instrument.stats.table_rows.Measure`."""
 
     # The first position of each bin, ascending. The last bin has no end.
@@ -59,17 +59,13 @@ class PositionLosses:
             raise ConfigError(Problem(where, message, given, allowed, fix=_FIX))
         return replace(self, targets=targets)
 
-    def values(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the losses in each bin, and the numbers of targets."""
-        return self.part(tensor, NOT_SHARDED)
-
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
         sums, counts = np.array([0.0 if value is None else value for value in values]).reshape(2, -1)
         losses = [total / count if count else None for total, count in zip(sums.tolist(), counts.tolist(), strict=True)]
         return [*self.position_losses], losses, counts.astype(int).tolist(), None if shape is None else list(shape)
 
     def part(self, tensor: Tensor, shards: Shards) -> Tensor:  # noqa: ARG002
-        """Return the numbers of `values` for one process's part, whose sums are those of the full tensor."""
+        """Return the sum of the losses in each bin, and the numbers of targets."""
         assert self.targets is not None, "of_call has set them"
         logits, targets = tensor.detach(), to_device(self.targets.detach(), tensor.device)
         dtype, length = widest(logits.device), logits.shape[1]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..values.dtensor import Shards
+from ..values.dtensor import NOT_SHARDED, Shards
 from .distribution import distribution
 from .measure import Measured
 from .merge import Array, merge_distributions, sketch
@@ -52,8 +52,9 @@ class Measure(Protocol):
             tensor: Any layout, dtype and device. It may change as soon as this returns.
 
         Returns:
-            The numbers, or a function that computes them when the step ends, outside the hook.
+            The numbers, or a function that computes them when the step ends, outside the hook. Default: those of `part`.
         """
+        return self.part(tensor, NOT_SHARDED)
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Return the cells of a row from the numbers on the host and the shape of the tensor."""

@@ -114,7 +114,7 @@ class SelectsTargets(Protocol):
     """A task that selects the targets of a batch for the table `samples`.
 
     Without this method, the targets are the second item of a pair, or the entry `target`, `targets`, `label`, `labels` or
-    `y` of a mapping, dataclass or named tuple.
+    `y` of a mapping, dataclass, named tuple or similar object.
     """
 
     def sample_targets(self, batch: Any) -> Tensor | None:

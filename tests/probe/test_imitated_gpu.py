@@ -31,6 +31,7 @@ from instrument.config.hook_specs import FUNCTIONS
 from instrument.probe import recorder
 from instrument.stats import device_copy, distribution
 from instrument.stats.attention_rows import row_sums
+from instrument.stats.device_copy import Transfer
 from instrument.stats.exact_integers import integer_extremes
 from instrument.stats.flatten import as_vector
 from instrument.stats.measure import Measured, measure
@@ -93,9 +94,9 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
     for module in ("tensor_gradients", "functions", "hook_coverage", "module_hooks", "attached_hook"):
         monkeypatch.setattr(f"instrument.hooks.{module}.unreadable", lambda tensor: None, raising=False)
-    monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: vector)
-    monkeypatch.setattr(device_copy, "_as_numbers", lambda vector: [1.0] * vector.numel())
-    monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)
+    monkeypatch.setattr(Transfer, "read", lambda transfer: ([1.0] * count for _, count in transfer._layout))
+    for module in (device_copy, recorder):
+        monkeypatch.setattr(module, "HostCopy", EndlessHostCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)
     forget_constants()

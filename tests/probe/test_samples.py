@@ -6,6 +6,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,7 @@ Weighted = namedtuple("Weighted", ["x", "y", "weight"])
         ({"x": torch.zeros(2), "labels": torch.tensor([3, 4])}, [3, 4]),
         (Pair(torch.zeros(2), torch.tensor([3, 4])), [3, 4]),
         (Weighted(torch.zeros(2), torch.tensor([3, 4]), torch.ones(2)), [3, 4]),
+        (SimpleNamespace(x=torch.zeros(2), target=torch.tensor([3, 4])), [3, 4]),
         ([torch.zeros(2, 3), torch.zeros(2, 3)], None),
         ([torch.zeros(2, 3), torch.tensor(3)], None),
         ([torch.zeros(2, 3), ["a", "b"]], None),

@@ -25,7 +25,7 @@ from ...plan.modules import Layers
 from ...plan.shape_inference import without_side_effects
 from ...runtime.own_operations import own_collectives
 from ...tasks import Outcome
-from ...values.nested import map_tensors, to_device
+from ...values.nested import join_arguments, map_tensors, split_arguments, to_device
 from ..loader import LoadedBatch
 
 WHERE = "train.parallel.pipeline.split"
@@ -45,10 +45,10 @@ class _Trace:
     users: dict[int, set[int]] = field(default_factory=dict)
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Return the first tensor of the arguments of a call, and its index or name."""
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return next((name, value) for name, value in given if isinstance(value, Tensor))
+    given = join_arguments(args, kwargs)
+    return next((name, value) for name, value in given.items() if isinstance(value, Tensor))
 
 
 def _length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -58,9 +58,7 @@ def _length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     name, _ = _first_tensor(args, kwargs)
-    if isinstance(name, str):
-        return args, {**kwargs, name: tensor}
-    return (*args[:name], tensor, *args[name + 1 :]), kwargs
+    return split_arguments({**join_arguments(args, kwargs), name: tensor}, len(args))
 
 
 def _trace(model: nn.Module, split: Sequence[str], starts: Sequence[nn.Module], loss: Loss) -> _Trace:
