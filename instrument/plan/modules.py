@@ -251,15 +251,16 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
-    classes = {cls.__name__ for cls in type(module).__mro__}
     children = dict(module._modules.items())  # those of a TorchScript module are not in a dict
     for attribute, owners in _WRAPPED.items():
-        if (inner := children.get(attribute)) is not None and not classes.isdisjoint(owners):
+        inner = children.get(attribute)
+        if inner is not None and not {cls.__name__ for cls in type(module).__mro__}.isdisjoint(owners):
             yield from _walk(inner, name, ancestors)
             return
     yield name, module
     if id(module) in ancestors:  # a module that contains itself
         return
+    ancestors = ancestors | {id(module)}
     for key, child in children.items():
         if child is not None:
-            yield from _walk(child, f"{name}.{key}" if name else key, ancestors | {id(module)})
+            yield from _walk(child, f"{name}.{key}" if name else key, ancestors)

@@ -49,7 +49,7 @@ class ValueCounts(HookGroup):
 
     def take(self) -> list[RelationRow]:
         """Return the rows of a training step that ends."""
-        if self.clock.moment.phase != "train" or not self._buckets:
+        if not self._buckets or self.clock.moment.phase != "train":
             return []
         buckets, self._buckets = self._buckets, {}  # another thread may add to them
         self._counts.clear()

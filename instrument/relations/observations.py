@@ -44,6 +44,9 @@ class ObservedFunctions:
     ) -> None:
         self.observers: list[Callable[[Any], None]] = []
         self._places, self._observed = places, observed
+        self._made: dict[
+            str, tuple[Callable[..., Any], Callable[..., Any]]
+        ] = {}  # by name: an original, and its replacement
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
 
     def add(self, observer: Callable[[Any], None]) -> None:
@@ -52,7 +55,9 @@ class ObservedFunctions:
         if not self._replaced:
             for owner, name in self._places:
                 original = getattr(owner, name)
-                self._replaced.append((owner, name, original, self._observed(name, original)))
+                if self._made.get(name, (None,))[0] is not original:
+                    self._made[name] = original, self._observed(name, original)
+                self._replaced.append((owner, name, *self._made[name]))
                 setattr(owner, name, self._replaced[-1][-1])
 
     def remove(self, observer: Callable[[Any], None]) -> None:

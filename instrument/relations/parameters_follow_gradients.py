@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -32,9 +33,8 @@ class _Sample:
     def __init__(self, parameters: Sequence[Parameter], limit: int = PARAMETERS) -> None:
         plain = [each for each in parameters if _is_plain(each)]
         self.parameters = plain[:: math.ceil(len(plain) / limit) or 1]
-        self._at = [_positions(each) for each in self.parameters]
-        self.sizes = [each.numel() for each in self._at]
-        self._starts = np.cumsum([0, *self.sizes])
+        self.sizes = [math.ceil(each.numel() / _distance(each)) for each in self.parameters]
+        self._starts = [0, *accumulate(self.sizes)]
         self.values = self._read(self.parameters)
 
     @torch.no_grad()
@@ -46,14 +46,15 @@ class _Sample:
         if not tensors:
             return np.empty(0)
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for index, (each, at) in enumerate(zip(tensors, self._at, strict=True)):
+        for index, each in enumerate(tensors):
             if each is not None:
-                by_device.setdefault(each.device, []).append((index, each.take(at)))
+                by_device.setdefault(each.device, []).append((index, _elements(each)))
         found = np.zeros(self._starts[-1])
         for several in by_device.values():
-            places = [slice(*self._starts[index : index + 2]) for index, _ in several]
-            numbers = torch.cat([each for _, each in several]).double().cpu().numpy()
-            found[np.r_[tuple(places)]] = numbers
+            numbers, start = torch.cat([each for _, each in several]).double().cpu().numpy(), 0
+            for index, each in several:
+                found[self._starts[index] : self._starts[index + 1]] = numbers[start : start + len(each)]
+                start += len(each)
         return found
 
     def changed(self) -> list[bool]:
@@ -164,9 +165,16 @@ def _is_plain(parameter: Tensor) -> bool:
     return gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided)
 
 
-def _positions(tensor: Tensor) -> Tensor:
-    """Return the indices of elements of a tensor at equal distances, int64 [elements]."""
-    return torch.arange(0, tensor.numel(), math.ceil(tensor.numel() / ELEMENTS), device=tensor.device)
+def _distance(tensor: Tensor) -> int:
+    return math.ceil(tensor.numel() / ELEMENTS)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return elements of a tensor at equal distances, without a copy of all elements."""
+    numel, distance = tensor.numel(), _distance(tensor)
+    if tensor.is_contiguous():
+        return tensor.as_strided((math.ceil(numel / distance),), (distance,))
+    return tensor.take(torch.arange(0, numel, distance, device=tensor.device))
 
 
 def _is_representable(sample: _Sample, optimizer: Optimizer) -> bool:

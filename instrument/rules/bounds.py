@@ -20,7 +20,7 @@ from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import FloatArray, IndexArray, Locations, Numbers, RowLayout, StepRows
 
-MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
+MAX_STEPS, MAX_ROWS = 256, 20_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
@@ -150,7 +150,7 @@ class StepBounds:
             if (low == low[0]).all() and (high == high[0]).all():
                 low, high = low[:1], high[:1]
             parts += [[index, len(low)], low, high]
-        read = {name for rule in self._resting if _remembers_rows(rule) for name in rule.statistics}
+        read = {name for rule in self._resting for name in rule.remembered()}
         kept = np.array([index for index, statistic in enumerate(statistics) if ALL[statistic] in read], np.float64)
         packed = np.concatenate([np.empty(0), *parts]).tobytes()
         bounds = self._of_layout[layout] = _LayoutBounds(statistics, packed, kept.tobytes(), layout, len(layout))
@@ -232,19 +232,18 @@ class StepBounds:
         return True
 
 
-def _remembers_rows(rule: CatalogueRule[Any]) -> bool:
-    return isinstance(rule, LocatedRule) and type(rule).remember is not CatalogueRule.remember
-
-
 def _table(
     kept: Sequence[_Kept],
 ) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
     statistics, _, indices, layout, rows = kept[0][0]
     names = [ALL[statistics[int(index)]] for index in np.frombuffer(indices)]
     values = np.frombuffer(b"".join(numbers for _, numbers, _ in kept)).reshape(len(kept), len(names), rows)
-    missing = np.full((len(kept), rows), np.nan)
     losses = [loss for *_, loss in kept]
-    return layout, lambda name: values[:, names.index(name)] if name in names else missing, losses
+
+    def column(name: str) -> FloatArray:
+        return values[:, names.index(name)] if name in names else np.full((len(kept), rows), np.nan)
+
+    return layout, column, losses
 
 
 def values_of(rows: StepRows) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeVar
 
 import numpy as np
@@ -58,6 +58,9 @@ class GrowthRule(LocatedRule[GrowthT]):
         lowest = _lowest(self._values)
         low = np.where(np.isfinite(lowest), lowest / SLACK, 0.0)
         return Bounds(self.statistics[0], low, self.spec.factor * (low / 2))
+
+    def remembered(self) -> Sequence[str]:
+        return self.statistics
 
     def remember(self, steps: QuietSteps) -> None:
         for layout, column, _ in steps.tables:

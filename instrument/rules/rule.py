@@ -214,8 +214,12 @@ class CatalogueRule(Rule, Generic[SpecT]):
         """Return why the rule could never fire in the steps that it read; empty if it could."""
         return ""
 
+    def remembered(self) -> Sequence[str]:
+        """Return the statistics of steps within the bounds that `remember` reads. Default: none."""
+        return ()
+
     def remember(self, steps: QuietSteps) -> None:
-        """Change the state as by reading steps within the bounds, of whose rows only `statistics` are known. Default: no change."""
+        """Change the state as by reading steps within the bounds, with only `remembered` of their rows. Default: no change."""
 
 
 class LocatedRule(CatalogueRule[SpecT]):
@@ -380,8 +384,11 @@ class BoundsFromZeroRule(BoundsRule[PersistentT]):
         is_growing: BoolArray = from_zero & (values > 0) & (values < (np.nan if self.below is None else self.below))
         return super().holds(rows, chosen) & ~is_growing
 
+    def remembered(self) -> Sequence[str]:
+        return self.statistics[:1] if np.isnan(self._first).any() else ()
+
     def remember(self, steps: QuietSteps) -> None:
-        for layout, column, _ in steps.tables:
+        for layout, column, _ in steps.tables if self.remembered() else ():
             chosen = self.choose(layout)
             if chosen is not None:  # no value within the bounds is 0
                 values = chosen.values(column(self.statistics[0]), self.merge)

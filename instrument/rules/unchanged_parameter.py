@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from pydantic import Field
 
@@ -86,6 +88,9 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
         if self._any or not self._is_update.all():
             return None
         return Bounds("l2", low=np.nextafter(0.0, 1.0))
+
+    def remembered(self) -> Sequence[str]:
+        return self.statistics
 
     def remember(self, steps: QuietSteps) -> None:
         for layout, column, losses in steps.tables:

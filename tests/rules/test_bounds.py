@@ -163,6 +163,15 @@ def test_most_rules_do_not_read_an_uneventful_step(
     assert read == expected
 
 
+def test_only_statistics_that_rules_read_later_are_kept() -> None:
+    names = ("exploding_gradient", "tensor_variance", "non_finite")
+    rules = rule_set({name: {"rule": name} for name in names}, [])
+    row = {"numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02, "std": 1.0}
+    step = Step(rows=[{**GRADIENT, **row}, {**OUTPUT, **row, "module_type": "Linear"}], loss=1.0, lr=0.1)
+    feed(rules, [step] * 5, with_numbers=True)
+    assert {numbers for _, numbers, _ in rules.bounds._kept} == {np.array([0.02, 0.02]).tobytes()}
+
+
 def within(numbers: Any, parts: list[Any], kept: list[float] = ()) -> bytes | None:  # type: ignore[assignment]
     bounds = np.concatenate([np.empty(0), *parts]).tobytes()
     return numbers_within(numbers, bounds, np.array(kept, np.float64).tobytes(), b"", {}, ())

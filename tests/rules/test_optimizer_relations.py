@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.relations.accumulation_divides import MAX_LOSSES, AccumulationDivides
+from instrument.relations.parameters_follow_gradients import ELEMENTS, _elements
 from instrument.relations.rate_in_effect import RateInEffect
 
 RELATIONS = (
@@ -110,6 +112,16 @@ def zero_data(optimizer: Any) -> None:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad.data.zero_()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(50.0)[7:], torch.arange(48.0).view(6, 8).T, torch.tensor(3.0), torch.arange(3.0).expand(20, 3)],
+    ids=["offset", "transposed", "scalar", "expanded"],
+)
+def test_compared_elements_are_at_equal_distances(tensor: Tensor) -> None:
+    found = _elements(tensor).tolist()
+    assert found == tensor.flatten().tolist()[:: math.ceil(tensor.numel() / ELEMENTS)]
 
 
 @pytest.mark.spread(1)

@@ -570,6 +570,26 @@ def test_functions_of_pytorch_are_restored() -> None:
     assert torch._C._nn.cross_entropy_loss is original
 
 
+def test_loss_that_other_code_replaces_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    with instrument.attach(Bigram(), {}):
+        pass
+    original, calls = torch._C._nn.cross_entropy_loss, []
+    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", lambda *args: calls.append(args) or original(*args))
+    with instrument.attach(model := Bigram(), {}):
+        next_token_loss(model, tokens()[0])
+    assert len(calls) == 1
+
+
+def test_observed_losses_are_the_same_functions_in_all_steps() -> None:
+    found = []
+    with instrument.attach(Bigram(), {}) as probe:
+        for step in range(9):
+            if step in (4, 8):  # checked, with others between them
+                found.append(torch._C._nn.cross_entropy_loss)
+            probe.end_step()
+    assert found[0] is found[1] is not torch._C._nn.cross_entropy_loss
+
+
 def test_rules_of_a_finished_run_decide_as_live(tmp_path: Path) -> None:
     train(Transformer(is_causal=False), tokens(), next_token_loss, out=tmp_path / "run")
     run = instrument.load(tmp_path / "run")
