@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.loss_spike import LATER
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_SETTING
+from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_COUNTS, OTHER_SETTING
 from ..rules.reference_ranges import MEAN_LOSS, METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
@@ -37,7 +37,8 @@ IS_TARGET = re.compile(r"\.\[(.*[._])?(label|target)s?(\..*)?\] input ")
 """The label of a location that is an argument of the model with the targets, as the models of transformers and torchvision have one."""
 IS_LOSS = re.compile(r".*( loss |\[loss\] output )")
 """The label of a location that is a loss, also one that a model returns."""
-PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE, "EmbeddingBackward0.indices": FORWARD}
+INDICES = "EmbeddingBackward0.indices"
+PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE, INDICES: FORWARD}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"
@@ -199,6 +200,11 @@ def _is_of_program(event: RuleEvent) -> bool:
     return is_of_rate or event.message.startswith(OTHER_SETTING)
 
 
+def _is_of_root_parameter(event: RuleEvent) -> bool:
+    """Return whether an event is about the gradient of a parameter of the model itself, which any of its layers can use."""
+    return event.layer == "" and hook_and_role(event.location or "")[1] == "param_grad"
+
+
 def severity_of(what: str, warns: bool) -> Severity:
     """Return the severity of a problem. `warns`: whether the rule that found it warns."""
     return "error" if what == LOSS_NOT_FINITE else "warning" if warns else "info"
@@ -295,7 +301,9 @@ class _Timeline:
         if role in ("param", "update") or role.startswith("state."):  # the forward pass changes buffers
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""
-        return (BACKWARD, -rank) if is_gradient(kind, role) else (FORWARD, rank)
+        if not is_gradient(kind, role):
+            return FORWARD, rank
+        return BACKWARD, 1 if _is_of_root_parameter(event) else -rank
 
     def episodes(self, events: Iterable[RuleEvent]) -> list[_Events]:
         """Return events by rule, those after a long time without any apart. The leading event of a rule is its first."""
@@ -323,39 +331,48 @@ class _Timeline:
         event, (part, _) = events[0], self.position(events[0])
         if IS_TARGET.match(event.location or ""):
             return "loss"
-        is_last = f"{self._last}.".startswith(f"{event.layer}." if event.layer else "")
+        is_last = f"{self._last}.".startswith(f"{event.layer}.") if event.layer else not _is_of_root_parameter(event)
         is_of_mask = part == BACKWARD and _first_word(event) == "zero_fraction" and not is_last
         if is_of_mask or all(each.location is None and _first_word(each) == "eval" for each in events):
             return "forward"
         is_later = self.onset(event) > 0 and not _is_of_program(event)
         return PARTS[BACKWARD if part == UPDATE and is_later else part]
 
-    def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
+    def _order_in_rule(self, event: RuleEvent) -> tuple[bool, int, bool, int, int]:
         """Return the sort key of an event among those of its rule.
 
         They are in the order of their rows except for gradients: rows of the gradients of parameters are in the order of the parameters,
-        not of the backward pass. Settings stay in their order, from the modules to the root.
+        not of the backward pass. Settings stay in their order, from the modules to the root. Counts of values are added up, and so show
+        late what enters the training, on which the loss depends.
         """
         part, rank = self.position(event)
         is_setting = event.message.startswith(OTHER_SETTING)
-        return event.step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
+        is_result = not (is_setting or event.message.startswith(OTHER_COUNTS))
+        part, rank = 0 if is_setting else part, rank if part == BACKWARD else 0
+        return is_result, event.step, not _is_of_program(event), part, rank
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
         leads: dict[_Key, _Key] = {}
-        for key in sorted(episode, key=lambda key: self._order(episode[key][0])):
+        for key in sorted(episode, key=lambda key: self._order(episode[key])):
             stage, step = self._facts.get(key[0], NO_FACTS).stage, self._latest(episode[key][0], episode[key][0].step)
             causes = CAUSES[stage] if stage else ()
             known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
-            cause = next((each for each in known if self.onset(episode[each][0]) <= step), None)
+            cause = next((each for each in known if min(map(self.onset, episode[each])) <= step), None)
             leads[key] = key if cause is None else leads[cause]
         return leads
 
-    def _order(self, event: RuleEvent) -> tuple[int, int, bool, tuple[int, int]]:
-        """Return the sort key of a leading event."""
+    def _order(self, events: Sequence[RuleEvent]) -> tuple[int, int, bool, tuple[int, int]]:
+        """Return the sort key of the events of a rule, the leading one first.
+
+        Indices of embeddings do not depend on what is learned, so they precede all that is outside after the first step.
+        """
+        event = events[0]
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
-        return first, self._latest(event, self.onset(event)), not _is_of_program(event), self.position(event)
+        of_indices = _first_word(event) == INDICES
+        step = min([1] * of_indices + [self._latest(each, self.onset(each)) for each in events])
+        return first, step, not _is_of_program(event), self.position(event)
 
     def _latest(self, event: RuleEvent, step: int) -> int:
         """Return a step of an event, or that of a mean loss: the last one before hooks record again.

@@ -348,7 +348,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         """Return whether graphs differ in what is detached or rounded, and each output that the healthy runs recorded is there.
 
         A detached tensor is an input without a gradient of the operator that uses it, and what computes it is not in the graph. If this
-        operator is not in it either, fewer parameters have a gradient, although the loss and all of the forward pass are usual.
+        operator is not in it either, fewer parameters have a gradient, although the loss and all of the forward pass are usual. So they are
+        if there are only more operators, because a tensor is no longer detached.
         """
         healthy = self.reference.settings
         operators: Counter[str] = Counter()  # how many more there are than in the healthy runs
@@ -372,9 +373,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         is_other_input = len(signs) == 1 and any(
             (change < 0) in signs for change in without_gradient.values() if change
         )
-        is_cut = signs == {False} and operators["AccumulateGrad"] < 0 and self._is_usual(rows)
+        is_cut = signs == {False} and operators["AccumulateGrad"] < 0
+        is_only_of_gradients = (is_cut or signs == {True}) and self._is_usual(rows)
         return (
-            (is_flat or is_other_input or is_cut)
+            (is_flat or is_other_input or is_only_of_gradients)
             and bool(expected)
             and expected <= {*map(key_of, rows.layout.locations)}
         )

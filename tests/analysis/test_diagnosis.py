@@ -23,7 +23,7 @@ EVERY_10 = {"config": {"hooks": {"hook": {**RECORD, "every": 10}, "first": {**RE
 def event(rule: str, step: int, where: str = "", severity: str = "warning", what: str = "") -> RuleEvent:
     """Return an event; `where` is a layer and a role, such as `act0 output`, or empty for the run as a whole."""
     location = f"{where} (hook)" if where else None
-    layer = where.split(" ", maxsplit=1)[0].removesuffix(".weight") if where else None
+    layer = where.split(" ", maxsplit=1)[0].removesuffix(".weight").removesuffix(".positions") if where else None
     at = f" in {location}" if location else ""
     return RuleEvent(rule, step, f"{what or rule}: at step {step}{at}: value", severity, layer, location, 2.0, 1.0)
 
@@ -134,6 +134,7 @@ def test_update_outside_of_a_reference_after_the_first_is_of_other_gradients(ste
         ("linear0 grad_output", "rms", "backward"),
         (" grad_output", "zero_fraction", "backward"),
         ("act1 grad_output", "zero_fraction", "backward"),  # the last layer
+        (".positions param_grad", "zero_fraction", "forward"),
     ],
 )
 def test_forward_pass_decides_which_elements_have_a_gradient(place: str, statistic: str, part: Part) -> None:
@@ -142,6 +143,34 @@ def test_forward_pass_decides_which_elements_have_a_gradient(place: str, statist
     outside = replace(outside, message=f"outside of the reference: at step 3 in {place}: {statistic} 0.5, above 0.1")
     (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
     assert found.advice == RULES["reference"].advice_in[part]
+
+
+def test_gradient_of_a_parameter_of_the_root_follows_those_of_layers() -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    events = event("reference", 3, ".positions param_grad"), event("reference", 3, "linear0 grad_output")
+    assert findings_of(events, rules, EVERY_10, LAYERS)[0].where == "linear0 grad_output (hook)"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "step", "part"),
+    [
+        ("EmbeddingBackward0.indices", 20, "forward"),
+        ("EmbeddingBackward0.indices", 10, "backward"),  # a gradient was outside in the first step
+        ("NllLossBackward0.target", 40, "loss"),
+        ("NllLossBackward0.target", 20, "backward"),  # before the loss was
+    ],
+)
+def test_values_that_enter_a_training_lead_what_follows_from_them(tensor: str, step: int, part: Part) -> None:
+    rules = {**default_rules(), "reference": {"from": "file.parquet", "for": 2}}
+    message = "outside of the reference: at step 30: loss 9, above 2; 1 to 1.5 in 3 healthy runs"
+    loss = RuleEvent("reference", 30, message, "warning", None, None, 9.0, 2.0)
+    message = f"other values: at step 90: {tensor} has 0 of 960 values in bucket 7; 0.03 in 3 healthy runs"
+    counts = RuleEvent("reference", 90, message, "warning", None, None, 20.0, 12.0)
+    events = loss, event("reference", step, "linear0 grad_output"), event("loss_spike", 60), counts
+    leading, *others = findings_of(events, rules, EVERY_10, LAYERS)
+    assert leading.advice == RULES["reference"].advice_in[part]
+    assert (leading.what == "other values") == (part != "backward")
+    assert {each.cause for each in others} == {"reference"}
 
 
 def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> None:

@@ -786,6 +786,9 @@ class _Branches(nn.Module):
             left = self.left(x)
             left.data.add_(right.detach())
             return left
+        if "weighted" in self._how:  # by a product, which has an input without a gradient, too
+            weights = right * x[:, :2]
+            return self.left(x) * (weights.detach() if self._how == "weighted, detached" else weights)
         change = {"detached": torch.Tensor.detach, "rounded": torch.round}.get(self._how)
         return self.left(x) + (right if change is None else change(right))
 
@@ -809,6 +812,7 @@ def healthy_branches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 @pytest.mark.parametrize(("usual", "how", "first", "part"), [
     ("", "detached", "right.graph.AccumulateGrad missing; 2", "backward"),
     ("detached", "", "right.graph.AccumulateGrad 2; missing", "backward"),
+    ("weighted, detached", "weighted", "right.graph.AccumulateGrad 2; missing", "backward"),
     ("", "rounded", "loss.RoundBackward0 1; missing", "backward"),
     ("", "added to the values", "right.graph.AccumulateGrad missing; 2", "backward"),
     ("", "unused", "right.graph.AccumulateGrad missing; 2", "forward"),
