@@ -88,9 +88,9 @@ def typed(values: Sequence[Any]) -> pd.Series:
         "integer": "int64" if is_complete else "Int64",
         "boolean": "bool" if is_complete else "boolean",
         "string": "str",
-        **dict.fromkeys(("floating", "mixed-integer-float", "empty"), "float64"),
+        **dict.fromkeys(("floating", "integer-na", "mixed-integer-float", "empty"), "float64"),
     }
-    return pd.Series(list(values), dtype=dtypes.get(infer_dtype(present) if fits else "", "object"))
+    return pd.Series(list(values), dtype=dtypes.get(infer_dtype(present, skipna=False) if fits else "", "object"))
 
 
 def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

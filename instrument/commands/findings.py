@@ -3,7 +3,8 @@
 The decisions are those of the run. A run without rules is checked with the default rules. The rows are read again; only the
 events of custom rules are taken from the run, since their code is not run.
 
-Exit codes: 0, no rule fires; 1, the run, or a file of it, cannot be read, and no rule fires; 2, the arguments are invalid; 4, a rule fires.
+Exit codes: 0, no rule fires; 1, the run, or a file of it, cannot be read, and no rule fires; 2, the arguments are invalid; 4, a rule
+fires, or the optimizer does not hold the model or a new module.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def main(args: argparse.Namespace) -> int:
 
 def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwise: str = "no rule fired") -> int:
     """Print the findings of the rules, what is not trained, and the hooks that did not fire. Return the exit code."""
-    others = [*not_trained(run), *not_fired(run)]
-    code = FIRED if fired else int(bool(run.problems))
+    untrained = list(not_trained(run))
+    others = [*untrained, *not_fired(run)]
+    count = len(fired) + len(untrained)
+    code = FIRED if count else int(bool(run.problems))
     if as_json:
         print_json([*fired, *others])
         return code
@@ -52,7 +55,7 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
             print(f"{finding.severity:<8} consequence: {_line(finding)}")
     for finding in others:
         _print(finding)
-    found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
+    found = f"{count} finding{'s' * (count > 1)} of rules" if count else otherwise
     print(f"{found} in {run.path}" + ", of which some files cannot be read" * bool(run.problems))
     return code
 

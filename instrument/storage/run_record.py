@@ -25,7 +25,7 @@ Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"
 PREVIOUS_ATTEMPTS = ".aside"
 # The types of entries that readers rely on. Each may also be missing or null.
 _TYPES: dict[Any, str] = {
-    dict: "config config.model overrides metrics data versions hardware replay advice init_from",
+    dict: "config config.model config.sink config.train overrides metrics data data.hashes versions hardware replay advice init_from",
     str: "name status started ended error device git_revision recording_stopped config.mode",
     list: "command resumed",
     dict | list: "config.hooks",

@@ -14,6 +14,7 @@ from .parts import JOURNALS
 from .remote_folder import is_address, open_folder
 
 RUN_FILE = "run.json"
+CERTIFICATE = "certificate.json"  # of `verify`, in the folder of its job
 REPORT_FILE = "report.html"  # relative to the folder of a run or a sweep
 
 
@@ -37,7 +38,8 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
     folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=natural_key)
     if not folders:
         missing = "not a folder" if root.exists() else "folder not found"
-        raise NoRunError(f"no run.json in or below {root}" if root.is_dir() else f"{missing}: {root}")
+        by_verify = ": verify wrote it, and keeps no rows" if (root / CERTIFICATE).is_file() else ""
+        raise NoRunError(f"no run.json in or below {root}{by_verify}" if root.is_dir() else f"{missing}: {root}")
     return root, folders
 
 

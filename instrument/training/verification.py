@@ -35,6 +35,7 @@ from ..stats.flatten import unreadable
 from ..storage.memory import MemorySink
 from ..storage.run_files import RunFiles
 from ..storage.run_record import environment_differences
+from ..storage.run_search import CERTIFICATE
 from ..values.dtensor import local_shard
 from ..values.nested import iter_tensors
 from .distributed.process_group import Processes
@@ -44,7 +45,6 @@ from .environment import process_state
 from .experiment import Experiment
 from .loop import Metrics, Progress, train
 
-CERTIFICATE = "certificate.json"
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
 

@@ -50,9 +50,9 @@ def test_new_module_without_an_optimizer_is_a_finding(made: Make, capsys: pytest
     run = made(events=[*events, {**event, "severity": "info"}])
     expected = Finding("not trained", "head", 4, event["message"], "warning", layer="head")
     assert findings(run) == [expected]
-    assert main([str(run.path)]) == 0
+    assert main([str(run.path)]) == 4
     assert capsys.readouterr().out.startswith(
-        "warning  not trained: step 4: head: the optimizer does not hold weight\n"
+        "warning  not trained: step 4: head: the optimizer does not hold weight\n1 finding of rules in "
     )
 
 

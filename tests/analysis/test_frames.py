@@ -66,6 +66,11 @@ def test_rows_may_have_different_keys() -> None:
     (written, absent) = typed_frame([{"a": {"norm": 1}}, {"a": None}, {}])["a"].iloc[1:]
     assert written is None
     assert math.isnan(absent)
+    mixed = typed_frame(
+        [{"a": 3, "b": True}, {"a": math.nan, "b": math.nan}]
+    )  # metrics of a task, and of one that diverged
+    assert (str(mixed["a"].dtype), mixed["a"][0], mixed["b"][0]) == ("float64", 3.0, True)
+    assert mixed.isna().iloc[1].all()
 
 
 def test_sweep_runs_have_typed_overrides(tmp_path: Path) -> None:

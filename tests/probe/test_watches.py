@@ -124,6 +124,7 @@ def test_replaced_module_is_reported() -> None:
                 model[1] = nn.ReLU()
     (event,) = [event for event in probe.sink.records("events") if event["rule"] == "replaced"]
     assert event["layer"] == "1"
+    assert "replaced or removed" in event["message"]
     coverage = {row["layer"]: row for row in probe.coverage()}
     assert (coverage["1"]["fired"], coverage["1"]["expected"]) == (1, 3)
     assert "not called" in coverage["1"]["cause"] or "replaced" in coverage["1"]["cause"]

@@ -54,6 +54,8 @@ def test_entries_of_wrong_types_are_reported(tmp_path: Path) -> None:
     assert run.info["status"] == "unknown"
     with pytest.raises(ConfigError, match=r"run\.json: overhead has a wrong type, str"):
         read_record(write_run(tmp_path / "s", used={"overhead": "1%"}), "resume")
+    with pytest.raises(ConfigError, match=r"run\.json: config\.train has a wrong type, int"):
+        read_record(write_run(tmp_path / "t", config={"train": 3}), "resume")
 
 
 def test_hooks_of_a_record_can_be_a_list(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from device_statistics import use_general_path
 from tiers import tiered
 from torch import Tensor, nn
 
+import instrument
 from instrument.actions.record import Record
 from instrument.config.parse import parse_config
 from instrument.tasks import NextToken
@@ -284,6 +285,10 @@ def test_verify_command_prints_and_writes_the_certificate(verify_command: Callab
     kept = json.loads(Path("out/certificate.json").read_text())
     assert kept["holds"] is True
     assert kept["hooks"] == ["activations"]
+    with pytest.raises(
+        instrument.NoRunError, match=r"no run\.json in or below out: verify wrote it, and keeps no rows"
+    ):
+        instrument.load("out")
 
 
 def test_verify_command_fails_if_the_trainings_differ(
