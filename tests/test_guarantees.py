@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import of_torchvision
+from architectures import of_torchvision, small_vgg
 from attached_runs import train_step
 from hook_locations import LOCATIONS
 from tiers import tiered
@@ -73,18 +73,6 @@ class Tied(nn.Module):
         hidden = self.embed(tokens).mean(1)
         hidden = self.again(self.block(self.block(hidden))) + hidden
         return self.head(self.norm(hidden))
-
-
-def small_vgg() -> nn.Module:
-    """Create a small VGG of torchvision with batch norm, in-place ReLU and dropout."""
-    from torchvision.models.vgg import VGG, make_layers
-
-    with torch.device("meta"):  # the default classifier has 100 million weights
-        model = VGG(nn.Identity())
-    model.features = make_layers([8, "M", 16, "M"], batch_norm=True)
-    model.avgpool = nn.AdaptiveAvgPool2d(2)
-    model.classifier = nn.Sequential(nn.Linear(64, 32), nn.ReLU(True), nn.Dropout(0.5), nn.Linear(32, 10))
-    return model
 
 
 def small_vit() -> nn.Module:

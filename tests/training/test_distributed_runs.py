@@ -89,7 +89,7 @@ VARIANTS = {
     "apart": (2, ["train.parallel=ddp"]),
     "shards": (2, ["train.parallel=fsdp2"]),
 }
-COMMANDS = {"ddp2", "ddp4"}  # started with the command line; the others without it
+COMMANDS = {"ddp2", "shards"}  # started with the command line, `shards` by torchrun; the others without it
 MERGED = tiered(["ddp2", "ddp4", "fsdp2", "fsdp4"], ["ddp2", "fsdp2"])
 
 
@@ -106,7 +106,7 @@ class Runs(dict[str, instrument.Run]):
             pytest.skip("fewer GPUs than processes")
         more = ("+exp=ranked", f"device={self.device}", *arguments)
         if variant in COMMANDS:
-            launcher = distributed_runs.torchrun if variant == "ddp4" else distributed_runs.run_processes
+            launcher = distributed_runs.torchrun if variant == "shards" else distributed_runs.run_processes
             done = run_experiment(
                 self.folder, *more, f"hydra.run.dir={variant}", processes=processes, launcher=launcher
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CLASSES, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
+from architectures import TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
 from conftest import Answer
 from device_statistics import use_general_path
 from tiers import tiered
@@ -42,11 +42,8 @@ TEXT = {"_target_": "instrument.training.datasets.english", "length": 12}
 
 
 def of_library(architecture: Architecture) -> dict[str, Any]:
-    target = f"torchvision.models.{architecture.name}"
-    named = {"_target_": target, "weights": None}
-    if architecture.library == "timm":
-        named = {"_target_": "timm.create_model", "model_name": architecture.name}
-    return {**named, "num_classes": CLASSES, **architecture.arguments}
+    named = {"library": architecture.library, "name": architecture.name}
+    return {"_target_": "architectures.create", **named, **architecture.arguments}
 
 
 def hugging_face(name: str, **config: Any) -> dict[str, Any]:
