@@ -44,9 +44,8 @@ STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((*STRATEGIES[0], "cpu", 1, 2), id="ddp-global", marks=pytest.mark.slow),
         pytest.param((*STRATEGIES[1], "cpu", 1, 2), id="fsdp2-none"),
-        pytest.param((*STRATEGIES[0], "cpu", 1, 5), id="ddp-global-long", marks=pytest.mark.slow),
+        pytest.param((*STRATEGIES[0], "cpu", 1, 5), id="ddp-global", marks=pytest.mark.slow),
         pytest.param((*STRATEGIES[1], "cpu", 2, 5), id="fsdp2-none-killed-twice", marks=pytest.mark.slow),
         *(
             pytest.param((*strategy, "cuda", 1, 5), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
