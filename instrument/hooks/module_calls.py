@@ -111,7 +111,14 @@ class Calls:
         if plain_call is not None and plain_call.micro_step_index == micro_step_index:
             active.append(plain_call)
         if self.is_shared and (other := self._started_by_others(group)) is not None:
-            call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment, other.graph_is_discarded)
+            call = Call(
+                other.index,
+                other.origin,
+                micro_step_index,
+                other.is_recomputed,
+                other.segment,
+                other.graph_is_discarded,
+            )
         elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and saved_tensors_hooks(True) is None:
             index = indices.latest = indices.next_index()
             call = Call(index, index, micro_step_index)
