@@ -385,6 +385,8 @@ def test_changed_environment_is_refused_or_forced(place: Path, tmp_path: Path) -
     answer = replay_in(tmp_path, "done").expect(2)
     assert "run.json has no entry 'hardware'" in answer.err
     assert "--force" in answer.err
+    (tmp_path / "done" / "run.json").write_text(json.dumps({**record, "replay": {"of": 3}}))
+    assert "this run is a replay itself" in replay_in(tmp_path, "done").expect(2).err
 
 
 INVALID = [

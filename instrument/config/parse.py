@@ -272,6 +272,9 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
     given = None if isinstance(item["input"], Mapping) else item["input"]
     if kind in ("string_type", "tuple_type") and isinstance(given, type):
         return Problem(key, "must be a name, not a class", given=given, fix=f"write types: {given.__name__}")
+    if kind in ("string_type", "tuple_type") and hasattr(given, "named_modules"):
+        fix = "write its name in model.named_modules()"
+        return Problem(key, "must be a name, not a module", given=type(given).__name__, fix=fix)
     if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
         # YAML reads a slice without quotes, such as [:, 3], as a list.
         is_list = isinstance(given, list | tuple) and not any(":" in str(each) for each in given)

@@ -48,19 +48,21 @@ class Call:
     first_input: tuple[Tensor, Tensor] | None = None
 
     def __init__(
-        self, index: int, origin: int, micro_step_index: int, is_recomputed: bool = False, segment: object | None = None
+        self,
+        index: int,
+        origin: int,
+        micro_step_index: int,
+        is_recomputed: bool = False,
+        segment: object | None = None,
+        graph_is_discarded: bool = False,
     ) -> None:
         self.index = index  # within the micro-step, from 0, in the order in which calls started
         self.origin = origin  # the index of the call whose random numbers it repeats, or its own index
         self.micro_step_index = micro_step_index
         self.is_recomputed = is_recomputed  # by activation checkpointing, during the backward pass
         self.segment = segment  # the innermost checkpoint segment of the call; None outside of segments
+        self.graph_is_discarded = graph_is_discarded  # of a recomputed call whose gradients belong to an earlier pass
         self.repeats = is_recomputed or origin != index  # an earlier call, in a backward pass
-
-    @property
-    def graph_is_discarded(self) -> bool:
-        """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
-        return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
     def firing(self, backward: int = 0) -> FiringIndex:
         """Return the index of a firing in this call. `backward` is the index of the backward pass."""
@@ -109,7 +111,14 @@ class Calls:
         if plain_call is not None and plain_call.micro_step_index == micro_step_index:
             active.append(plain_call)
         if self.is_shared and (other := self._started_by_others(group)) is not None:
-            call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment)
+            call = Call(
+                other.index,
+                other.origin,
+                micro_step_index,
+                other.is_recomputed,
+                other.segment,
+                other.graph_is_discarded,
+            )
         elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and saved_tensors_hooks(True) is None:
             index = indices.latest = indices.next_index()
             call = Call(index, index, micro_step_index)
@@ -137,7 +146,9 @@ class Calls:
         with self._lock:  # several threads may start the first such call of a micro-step
             if self._repeatable_micro_step != self.clock.micro_step_index:
                 self._repeatable, self._repeatable_micro_step = [], self.clock.micro_step_index
-        is_recomputed = is_in_backward and any(is_being_recomputed for _, is_being_recomputed in segments)
+        recomputed = next((segment for segment, is_being_recomputed in segments if is_being_recomputed), None)
+        is_recomputed = is_in_backward and recomputed is not None
+        is_discarded = is_recomputed and isinstance(recomputed, checkpoint._CheckpointFrame)
         index = origin = self._original_index(segments) if is_recomputed else self.indices.next_index()
         if is_in_backward and not is_recomputed and self._repeatable:
             origin = self._repeated_index(inputs, index)
@@ -150,7 +161,7 @@ class Calls:
         while active and _was_abandoned(active[-1], segments):
             active.pop()
         segment = segments[0][0] if segments else None
-        return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment)
+        return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment, is_discarded)
 
     def _end_plain_call(self) -> Call | None:
         """End the open call of this thread, which `PlainCalls.enter` began. Return None if no call is open."""

@@ -150,6 +150,8 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers, complet
     found = reasons.fused_attention_reason(layer.module, parents)
     if found == reasons.PROJECTION and id(parents[0]) in complete and layer.name not in attached.site.spec.globs:
         return reasons.PROJECTION_OF_MATCHED_ATTENTION
+    if found is None and attached.fired and not attached.copied:
+        return reasons.NOT_ALWAYS_CALLED
     return found or (reasons.NOT_CALLED_COPIED if attached.copied else reason)
 
 

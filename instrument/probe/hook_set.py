@@ -25,7 +25,7 @@ from ..hooks.site_grouping import group_sites
 from ..plan.hook_plan import HookPlan
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.lazy_compiler import excluded_method, has_compiled
-from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP, SWAPPED
+from ..tables.reasons import MOVED, OTHER_STEP, REPLACED, SKIPPED_STEP, SWAPPED
 from ..tables.sink_interface import EventWriter
 from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
 from .optimizer_step_watch import StepWatch, WrapperWatch, runs_hooks_twice
@@ -253,16 +253,21 @@ class ModuleWatch(HookGroup):
         if all(map(is_, found, self._children)) and not earlier:  # in each step: without a loop in Python
             return
         self._gone = gone = {old: new for old, new in zip(self._children, found, strict=True) if new is not old}
-        present = {*self.model.modules()}
-        removed = {part for module in gone for part in module.modules()} - present
+        present = {module: name for name, module in self.model.named_modules()}
+        removed = {part for module in gone for part in module.modules()} - present.keys()
         for attached in self.attached_hooks:
             attached.is_replaced = attached.site.layer.module in removed
-        unreported = [hooks for part in (*gone, *removed) if (hooks := self._unreported.pop(part, []))]
-        for of_module in unreported:
-            for attached in of_module:
-                attached.default_reason = REPLACED
+        unreported = [part for part in (*gone, *(removed - gone.keys())) if part in self._unreported]
+        unreported = [part for part in unreported if part in removed or part not in earlier]
+        for part in unreported:
+            of_module, reason = self._unreported[part], MOVED.format(present.get(part))
+            if part in removed:
+                del self._unreported[part]
+                reason = REPLACED
+                for attached in of_module:
+                    attached.default_reason = reason
             layer, names = of_module[0].site.layer, dict.fromkeys(attached.site.spec.name for attached in of_module)
-            message = f"hook{'s' * (len(names) > 1)} {', '.join(map(repr, names))} on {layer.label}: {REPLACED}"
+            message = f"hook{'s' * (len(names) > 1)} {', '.join(map(repr, names))} on {layer.label}: {reason}"
             self.event("replaced", message, layer=layer.name)
         if unreported:
             self._report_untrained([(old, new) for old, new in gone.items() if old not in earlier])

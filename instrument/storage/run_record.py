@@ -58,6 +58,11 @@ def remove_wrong_types(record: dict[str, Any]) -> list[str]:
             entries = (record.get(section) or {}) if section else record
             if not isinstance(entries.get(name), types | None):
                 problems.append(f"{key} has a wrong type, {type(entries.pop(name)).__name__}")
+    hooks = (record.get("config") or {}).get("hooks") or {}
+    for name, spec in [*(hooks.items() if isinstance(hooks, dict) else enumerate(hooks))]:
+        if not isinstance(spec, dict | None):
+            problems.append(f"config.hooks.{name} has a wrong type, {type(spec).__name__}")
+            hooks[name] = None
     return problems
 
 

@@ -15,10 +15,15 @@ NOT_CALLED = (
 NOT_CALLED_COPIED = NOT_CALLED.replace(
     "no code", "a copy of it (deepcopy, pickle), whose hooks are no-ops, runs instead, no code"
 )
+NOT_ALWAYS_CALLED = (
+    "the module was not called in some of the steps at which the hook was scheduled: the forward pass skipped it (an inactive adapter, a "
+    "dropped layer, an early exit), an exception ended the pass before the call, or end_step was called without a forward pass"
+)
 OTHER_CALLS = "the module was called, but in none of the calls that 'calls' selects"
 AT_OTHER_STEPS = "the module was not called at steps at which the hook was scheduled; it was called at other steps"
 RAISED = "the module was called, but its forward pass raised an exception, which was caught"
 REPLACED = "the module was replaced or removed during the run; a new module has no hooks: replace it before the hooks are attached"
+MOVED = "the module was moved to {} during the run; its hooks still run, and its rows keep this name"
 REMOVED = "the parameter was removed from its module during the run (set to None)"
 SWAPPED = "its parameter was changed by torch.utils.swap_tensors, and PyTorch calls no more hooks on it; attach hooks afterwards"
 _NO_PROJECTION_CALL = "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally"

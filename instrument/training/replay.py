@@ -49,7 +49,7 @@ class RecordedRun:
             fix = "call the loop again with other hooks, or with a block `with probe.record_operators():` instead of --ops"
             raise ConfigError(Problem(RUN, message, given=path, allowed="a run of python -m instrument", fix=fix))
         if replay := record.get("replay"):
-            fix = f"repeat the run itself: python -m instrument.replay {replay['source']}"
+            fix = f"repeat the run itself: python -m instrument.replay {replay.get('source', 'RUN')}"
             raise ConfigError(Problem(RUN, "this run is a replay itself", given=path, fix=fix))
         missing = [name for name in REQUIRED if not record.get(name)]
         if missing and not force:

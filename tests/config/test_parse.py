@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from torch import nn
 
 from instrument.config import apply as apply_specs
 from instrument.config.apply import INIT_FUNCTIONS
@@ -270,6 +271,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (CLIP, {"norm": 1.0, "samples": 2}, "samples", "must be a list"),
     *((RECORD, {key: dict}, key, "must be a name, not a class") for key in ("layers", "types")),
     (RECORD, {"types": [dict]}, "types.0", "must be a name, not a class"),
+    (RECORD, {"layers": nn.ReLU()}, "layers", "must be a name, not a module"),
+    (RECORD, {"layers": [nn.ReLU()]}, "layers.0", "must be a name, not a module"),
     (RECORD, {"tensors": True, "dtype": "int4"}, "dtype", "not an allowed value"),
     (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
     (CLIP, {}, "", "requires exactly one of min/max, value, norm, quantile, ratio; given: none"),

@@ -294,6 +294,22 @@ def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) ->
     assert counts(probe) == [(CALLS, CALLS)] * len(groups)
 
 
+@VARIANTS
+def test_gradients_in_a_segment_of_another_type_are_recorded_once(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+    model.forward = lambda x: checkpoint(inner, x, use_reentrant=reentrant)
+
+    def inner(x: Tensor) -> Tensor:
+        return checkpoint(model[1], checkpoint(model[0], x, use_reentrant=not reentrant), use_reentrant=not reentrant)
+
+    kinds = ["full_backward_pre", "full_backward", "tensor"]
+    _, probe = run_step(
+        model, {kind: record(kind, "*") for kind in kinds}, torch.randn(4, 5, requires_grad=True), loss=torch.sum
+    )
+    assert counts(probe) == [(1, 1)] * 2 * len(kinds)
+    assert not probe.warnings
+
+
 @pytest.mark.parametrize(
     "hook",
     [

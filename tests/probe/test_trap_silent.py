@@ -361,6 +361,16 @@ def test_module_called_at_other_steps_is_reported() -> None:
     assert (row["expected"], row["fired"], row["cause"]) == (2, 1, reasons.AT_OTHER_STEPS)
 
 
+def test_module_that_some_passes_skip_is_reported() -> None:
+    model = Net()
+    with instrument.attach(model, {"mine": hook("used", "forward")}) as probe:
+        for step in range(3):
+            (model if step != 1 else model.dead_end)(torch.randn(3, 2, 4))
+            probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"], row["cause"]) == (3, 2, reasons.NOT_ALWAYS_CALLED)
+
+
 def test_several_causes_are_all_reported() -> None:
     model, optimizer = Net(), torch.optim.SGD([torch.zeros(1)])
     warned = pytest.warns(InstrumentWarning, match="fired 1 of 4 times")

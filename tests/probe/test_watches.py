@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import Probe
-from instrument.tables.reasons import REPLACED
+from instrument.tables.reasons import MOVED, REPLACED
 
 KINDS = ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
 GRADIENTS = {kind: keep(kind, "0", params="weight") for kind in KINDS}
@@ -129,6 +129,23 @@ def test_replaced_module_is_reported() -> None:
     assert (coverage["1"]["fired"], coverage["1"]["expected"]) == (1, 3)
     assert "not called" in coverage["1"]["cause"] or "replaced" in coverage["1"]["cause"]
     assert coverage["0"]["fired"] == 3
+
+
+def test_moved_module_is_reported_and_recorded_until_it_is_removed() -> None:
+    model, batch = make()
+    with instrument.attach(model, {"seen": record("forward", "2")}) as probe:
+        for step in range(6):
+            if step == 1:
+                model.insert(0, nn.Identity())
+            elif step == 3:
+                del model[3]
+            model(batch)
+            probe.end_step()
+    messages = [event["message"] for event in probe.sink.records("events") if event["rule"] == "replaced"]
+    assert messages == [f"hook 'seen' on 2: {reason}" for reason in (MOVED.format(3), REPLACED)]
+    (row,) = probe.coverage()
+    assert (row["fired"], row["expected"]) == (3, 6)
+    assert row["cause"].startswith(REPLACED)
 
 
 @pytest.mark.parametrize("replaced", ["1", "1.0"])

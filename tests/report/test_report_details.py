@@ -56,6 +56,12 @@ def test_entries_of_wrong_types_are_reported(tmp_path: Path) -> None:
         read_record(write_run(tmp_path / "s", used={"overhead": "1%"}), "resume")
     with pytest.raises(ConfigError, match=r"run\.json: config\.train has a wrong type, int"):
         read_record(write_run(tmp_path / "t", config={"train": 3}), "resume")
+    for name, hooks in (("a", {"a": 3, "b": {}}), ("0", [3, {}])):
+        run = instrument.load(write_run(tmp_path / name, config={"hooks": hooks}))
+        assert run.findings.empty
+        assert [problem.split(": ", 1)[1] for problem in run.problems] == [
+            f"config.hooks.{name} has a wrong type, int: skipped"
+        ]
 
 
 def test_hooks_of_a_record_can_be_a_list(tmp_path: Path) -> None:
