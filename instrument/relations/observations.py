@@ -44,9 +44,7 @@ class ObservedFunctions:
     ) -> None:
         self.observers: list[Callable[[Any], None]] = []
         self._places, self._observed = places, observed
-        self._made: dict[
-            str, tuple[Callable[..., Any], Callable[..., Any]]
-        ] = {}  # by name: an original, and its replacement
+        self._made: dict[str, tuple[Callable[..., Any], ...]] = {}  # by name: an original function, and its replacement
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
 
     def add(self, observer: Callable[[Any], None]) -> None:
@@ -55,10 +53,11 @@ class ObservedFunctions:
         if not self._replaced:
             for owner, name in self._places:
                 original = getattr(owner, name)
-                if self._made.get(name, (None,))[0] is not original:
+                if name not in self._made or self._made[name][0] is not original:
                     self._made[name] = original, self._observed(name, original)
-                self._replaced.append((owner, name, *self._made[name]))
-                setattr(owner, name, self._replaced[-1][-1])
+                replacement = self._made[name][1]
+                self._replaced.append((owner, name, original, replacement))
+                setattr(owner, name, replacement)
 
     def remove(self, observer: Callable[[Any], None]) -> None:
         """End the observation by a function. Do nothing if it does not observe."""
