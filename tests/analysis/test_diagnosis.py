@@ -170,7 +170,23 @@ def test_values_that_enter_a_training_lead_what_follows_from_them(tensor: str, s
     leading, *others = findings_of(events, rules, EVERY_10, LAYERS)
     assert leading.advice == RULES["reference"].advice_in[part]
     assert (leading.what == "other values") == (part != "backward")
+    assert leading.value.endswith("it can have begun at step 20") == (
+        part != "backward"
+    )  # as the loss, an interval earlier
     assert {each.cause for each in others} == {"reference"}
+
+
+def test_later_event_of_a_hook_that_records_seldom_does_not_change_what_began_first() -> None:
+    events = event("exploding_gradient", 20, "linear0 grad_output"), event("dead_units", 30, "act0 output")
+    later = replace(
+        event("dead_units", 100, "act1 output"), location="act1 output (seldom)"
+    )  # since step 1 at the earliest
+    info = {"config": {"hooks": {"hook": RECORD, "seldom": {**RECORD, "every": 100}}}}
+    found = findings_of([*events, later], default_rules(), info, LAYERS)
+    assert [(each.rule, each.cause) for each in found] == [
+        ("exploding_gradient", ""),
+        ("dead_units", "exploding_gradient"),
+    ]
 
 
 def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> None:
