@@ -364,7 +364,8 @@ class _Timeline:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
         leads: dict[_Key, _Key] = {}
         for key in sorted(episode, key=lambda key: self._order(episode[key])):
-            stage, step = self._facts.get(key[0], NO_FACTS).stage, self._latest(episode[key][0], episode[key][0].step)
+            first, stage = _earliest(episode[key]), self._facts.get(key[0], NO_FACTS).stage
+            step = self._latest(first, first.step)
             causes = CAUSES[stage] if stage else ()
             known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
             cause = next((each for each in known if self.began(episode[each]) <= step), None)
