@@ -153,7 +153,8 @@ def findings_of(
         ]
         first, *others = (events[0] for events in members.values())
         if any(each.step < first.step for each in others):
-            made[0] = replace(made[0], value=f"{made[0].value}; it can have begun at step {timeline.onset(first):,}")
+            began = timeline.began(members[lead])
+            made[0] = replace(made[0], value=f"{made[0].value}; it can have begun at step {began:,}")
         groups.append(Diagnosis(made[0], tuple(replace(each, cause=lead[0]) for each in made[1:])))
     groups.sort(key=lambda group: SEVERITIES.index(group.severity))
     return [finding for group in groups for finding in (group.lead, *group.consequences)]
@@ -184,6 +185,10 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
         hook=hook,
         role=role,
     )
+
+
+def _earliest(events: Sequence[RuleEvent]) -> RuleEvent:
+    return min(events, key=lambda event: event.step)
 
 
 def _first_word(event: RuleEvent) -> str:
@@ -268,6 +273,10 @@ class _Timeline:
     def onset(self, event: RuleEvent) -> int:
         """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
         return max(0, event.step - self._delay(event))
+
+    def began(self, events: Sequence[RuleEvent]) -> int:
+        """Return the step at which the problem of a rule began. Its first event can be another than the leading one."""
+        return self.onset(_earliest(events))
 
     def _delay(self, event: RuleEvent) -> int:
         """Return how many steps before its event a problem of a rule, or one that is recorded with it, can have begun."""
@@ -355,10 +364,11 @@ class _Timeline:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
         leads: dict[_Key, _Key] = {}
         for key in sorted(episode, key=lambda key: self._order(episode[key])):
-            stage, step = self._facts.get(key[0], NO_FACTS).stage, self._latest(episode[key][0], episode[key][0].step)
+            first, stage = _earliest(episode[key]), self._facts.get(key[0], NO_FACTS).stage
+            step = self._latest(first, first.step)
             causes = CAUSES[stage] if stage else ()
             known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
-            cause = next((each for each in known if min(map(self.onset, episode[each])) <= step), None)
+            cause = next((each for each in known if self.began(episode[each]) <= step), None)
             leads[key] = key if cause is None else leads[cause]
         return leads
 
@@ -371,7 +381,7 @@ class _Timeline:
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
         of_indices = _first_word(event) == INDICES
-        step = min([1] * of_indices + [self._latest(each, self.onset(each)) for each in events])
+        step = min([1] * of_indices + [self._latest(_earliest(events), self.began(events))])
         return first, step, not _is_of_program(event), self.position(event)
 
     def _latest(self, event: RuleEvent, step: int) -> int:

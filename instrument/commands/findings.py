@@ -44,8 +44,7 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
     """Print the findings of the rules, what is not trained, and the hooks that did not fire. Return the exit code."""
     untrained = list(not_trained(run))
     others = [*untrained, *not_fired(run)]
-    count = len(fired) + len(untrained)
-    code = FIRED if count else int(bool(run.problems))
+    code = FIRED if fired or untrained else int(bool(run.problems))
     if as_json:
         print_json([*fired, *others])
         return code
@@ -55,7 +54,8 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
             print(f"{finding.severity:<8} consequence: {_line(finding)}")
     for finding in others:
         _print(finding)
-    found = f"{count} finding{'s' * (count > 1)} of rules" if count else otherwise
+    found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
+    found += ", but the optimizer does not hold all of the model" * (bool(untrained) and not fired)
     print(f"{found} in {run.path}" + ", of which some files cannot be read" * bool(run.problems))
     return code
 

@@ -4,8 +4,8 @@
 a run to the rule `reference`.
 
 Exit codes: 0, done, or the run stays within the reference; 1, a file of the run cannot be read; 2, the arguments are invalid, or the
-run has nothing in common with the reference; 4, the run leaves the reference, or the
-optimizer does not hold the model or a new module.
+run has nothing in common with the reference; 4, the run leaves the reference, or the optimizer does not hold
+the model or a new module.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class _Sample:
 
     @torch.no_grad()
     def _read(self, tensors: Sequence[Tensor | None]) -> FloatArray:
-        """Return elements of tensors of the shapes of the parameters, float64 [elements of all]; zeros for None.
+        """Return elements of tensors of the parameters, float64 [elements of all]; zeros for None, NaN if their number has changed.
 
         There is one wait for each device.
         """
@@ -53,7 +53,8 @@ class _Sample:
         for several in by_device.values():
             numbers, start = torch.cat([each for _, each in several]).double().cpu().numpy(), 0
             for index, each in several:
-                found[self._starts[index] : self._starts[index + 1]] = numbers[start : start + len(each)]
+                at = slice(*self._starts[index : index + 2])
+                found[at] = numbers[start : start + len(each)] if len(each) == self.sizes[index] else math.nan
                 start += len(each)
         return found
 
@@ -166,7 +167,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _distance(tensor: Tensor) -> int:
-    return math.ceil(tensor.numel() / ELEMENTS)
+    return math.ceil(tensor.numel() / ELEMENTS) or 1
 
 
 def _elements(tensor: Tensor) -> Tensor:

@@ -170,7 +170,35 @@ def test_values_that_enter_a_training_lead_what_follows_from_them(tensor: str, s
     leading, *others = findings_of(events, rules, EVERY_10, LAYERS)
     assert leading.advice == RULES["reference"].advice_in[part]
     assert (leading.what == "other values") == (part != "backward")
+    assert leading.value.endswith("it can have begun at step 20") == (
+        part != "backward"
+    )  # as the loss, an interval earlier
     assert {each.cause for each in others} == {"reference"}
+
+
+def test_counts_of_values_are_no_consequence_of_what_follows_the_loss() -> None:
+    message = "outside of the reference: at step 30: loss 9, above 2; 1 to 1.5 in 3 healthy runs"
+    loss = RuleEvent("reference", 30, message, "warning", None, None, 9.0, 2.0)
+    message = (
+        "other values: at step 90: NllLossBackward0.target has 0 of 960 values in bucket 7; 0.03 in 3 healthy runs"
+    )
+    counts = RuleEvent("reference", 90, message, "warning", None, None, 20.0, 12.0)
+    rules = {**default_rules(), "reference": {"from": "file.parquet"}}
+    found = findings_of([loss, event("input_not_normalized", 50), counts], rules, EVERY_10, LAYERS)
+    assert {each.rule: each.cause for each in found} == {"input_not_normalized": "", "reference": ""}
+
+
+def test_later_event_of_a_hook_that_records_seldom_does_not_change_what_began_first() -> None:
+    events = event("exploding_gradient", 20, "linear0 grad_output"), event("dead_units", 30, "act0 output")
+    later = replace(
+        event("dead_units", 100, "act1 output"), location="act1 output (seldom)"
+    )  # since step 1 at the earliest
+    info = {"config": {"hooks": {"hook": RECORD, "seldom": {**RECORD, "every": 100}}}}
+    found = findings_of([*events, later], default_rules(), info, LAYERS)
+    assert [(each.rule, each.cause) for each in found] == [
+        ("exploding_gradient", ""),
+        ("dead_units", "exploding_gradient"),
+    ]
 
 
 def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> None:

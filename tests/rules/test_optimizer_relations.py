@@ -690,6 +690,22 @@ def test_parameter_that_was_replaced_is_reported() -> None:
     assert (row["step"], row["layer"], row["path"]) == (4, "0", "weight")
 
 
+@pytest.mark.parametrize("units", [40, 4])
+def test_forgotten_head_that_changes_its_size_is_reported(units: int) -> None:
+    model = network(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model[:4].parameters(), lr=0.1)
+    with attached(model, optimizer) as probe:
+        for step, batch in enumerate(BATCHES):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+            if step == 0:
+                for parameter in model[4].parameters():
+                    parameter.grad, parameter.data = None, torch.ones(units, *parameter.shape[1:])
+    found = rows(probe, "parameters_follow_gradients", holds=False)
+    assert [(row["step"], row["layer"], row["path"]) for row in found] == [(4, "4", "weight"), (4, "4", "bias")]
+
+
 def test_parameters_that_are_left_out_on_purpose_hold() -> None:
     model = network()
     assert violations(train(model, torch.optim.SGD(model[2].parameters(), lr=0.1))) == []  # a linear probe
