@@ -55,8 +55,8 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
     for finding in others:
         _print(finding)
     found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
-    found += ", but the optimizer does not hold all of the model" * (bool(untrained) and not fired)
-    print(f"{found} in {run.path}" + ", of which some files cannot be read" * bool(run.problems))
+    unread, partly = ", of which some files cannot be read", "; not all of the model is trained"
+    print(f"{found} in {run.path}{unread * bool(run.problems)}{partly * bool(untrained)}")
     return code
 
 

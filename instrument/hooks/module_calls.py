@@ -48,21 +48,22 @@ class Call:
     first_input: tuple[Tensor, Tensor] | None = None
 
     def __init__(
-        self,
-        index: int,
-        origin: int,
-        micro_step_index: int,
-        is_recomputed: bool = False,
-        segment: object | None = None,
-        graph_is_discarded: bool = False,
+        self, index: int, origin: int, micro_step_index: int, recomputed: object = None, segment: object = None
     ) -> None:
         self.index = index  # within the micro-step, from 0, in the order in which calls started
         self.origin = origin  # the index of the call whose random numbers it repeats, or its own index
         self.micro_step_index = micro_step_index
-        self.is_recomputed = is_recomputed  # by activation checkpointing, during the backward pass
+        self.recomputed = (
+            recomputed  # the innermost segment that checkpointing runs again, in a backward pass; None in other calls
+        )
+        self.is_recomputed = recomputed is not None
         self.segment = segment  # the innermost checkpoint segment of the call; None outside of segments
-        self.graph_is_discarded = graph_is_discarded  # of a recomputed call whose gradients belong to an earlier pass
-        self.repeats = is_recomputed or origin != index  # an earlier call, in a backward pass
+        self.repeats = self.is_recomputed or origin != index  # an earlier call, in a backward pass
+
+    @property
+    def graph_is_discarded(self) -> bool:
+        """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
+        return isinstance(self.recomputed, checkpoint._CheckpointFrame)
 
     def firing(self, backward: int = 0) -> FiringIndex:
         """Return the index of a firing in this call. `backward` is the index of the backward pass."""
@@ -111,19 +112,14 @@ class Calls:
         if plain_call is not None and plain_call.micro_step_index == micro_step_index:
             active.append(plain_call)
         if self.is_shared and (other := self._started_by_others(group)) is not None:
-            call = Call(
-                other.index,
-                other.origin,
-                micro_step_index,
-                other.is_recomputed,
-                other.segment,
-                other.graph_is_discarded,
-            )
+            call = Call(other.index, other.origin, micro_step_index, other.recomputed, other.segment)
         elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and saved_tensors_hooks(True) is None:
             index = indices.latest = indices.next_index()
             call = Call(index, index, micro_step_index)
         elif in_graph and indices.latest >= 0 and graph_task() != -1 and not _segments():
-            call = Call(self._only_call, self._only_call, micro_step_index, is_recomputed=True)
+            call = Call(
+                self._only_call, self._only_call, micro_step_index, recomputed=True
+            )  # the graph hides its segment
         else:
             call = self._enter_segment(inputs, active)
         active.append(call)
@@ -146,11 +142,10 @@ class Calls:
         with self._lock:  # several threads may start the first such call of a micro-step
             if self._repeatable_micro_step != self.clock.micro_step_index:
                 self._repeatable, self._repeatable_micro_step = [], self.clock.micro_step_index
-        recomputed = next((segment for segment, is_being_recomputed in segments if is_being_recomputed), None)
-        is_recomputed = is_in_backward and recomputed is not None
-        is_discarded = is_recomputed and isinstance(recomputed, checkpoint._CheckpointFrame)
-        index = origin = self._original_index(segments) if is_recomputed else self.indices.next_index()
-        if is_in_backward and not is_recomputed and self._repeatable:
+        again = (segment for segment, is_being_recomputed in segments if is_being_recomputed and is_in_backward)
+        recomputed = next(again, None)
+        index = origin = self.indices.next_index() if recomputed is None else self._original_index(recomputed)
+        if is_in_backward and recomputed is None and self._repeatable:
             origin = self._repeated_index(inputs, index)
         elif self.note_inputs and not (is_in_backward or segments):
             self._note_inputs(index, inputs)
@@ -161,7 +156,7 @@ class Calls:
         while active and _was_abandoned(active[-1], segments):
             active.pop()
         segment = segments[0][0] if segments else None
-        return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment, is_discarded)
+        return Call(index, origin, self.clock.micro_step_index, recomputed, segment)
 
     def _end_plain_call(self) -> Call | None:
         """End the open call of this thread, which `PlainCalls.enter` began. Return None if no call is open."""
@@ -188,10 +183,9 @@ class Calls:
             for call in active
         )
 
-    def _original_index(self, segments: list[tuple[object, bool]]) -> int:
+    def _original_index(self, segment: object) -> int:
         """Return the index of the original call, given its position among the calls of its segment."""
         task = graph_task()
-        segment = next(segment for segment, is_being_recomputed in segments if is_being_recomputed)
         previous_task, position = self.recompute_progress.get(segment, (task, 0))
         position = position if previous_task == task else 0
         self.recompute_progress[segment] = task, position + 1

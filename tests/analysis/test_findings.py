@@ -53,7 +53,7 @@ def test_new_module_without_an_optimizer_is_a_finding(made: Make, capsys: pytest
     assert main([str(run.path)]) == 4
     first, last = capsys.readouterr().out.splitlines()
     assert first == "warning  not trained: step 4: head: the optimizer does not hold weight"
-    assert last == f"no rule fired, but the optimizer does not hold all of the model in {run.path}"
+    assert last == f"no rule fired in {run.path}; not all of the model is trained"
 
 
 @pytest.mark.spread(1)
