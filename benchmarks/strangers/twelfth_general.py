@@ -34,7 +34,7 @@ def _train_with_plateaus(rank: int, fault: str, final: Tensor) -> None:
     images, classes = digits()
     order = torch.randperm(len(images))
     images, classes = (images[order] - images.mean()) / images.std(), classes[order]
-    images += 0.5 * torch.randn_like(images)
+    images[1000:] += 0.6 * torch.randn_like(images[1000:])
     model = nn.Sequential(
         OrderedDict({
             "conv1": nn.Conv2d(1, 12, 3, 1, 1), "relu1": nn.ReLU(), "pool1": nn.MaxPool2d(2),
@@ -49,7 +49,7 @@ def _train_with_plateaus(rank: int, fault: str, final: Tensor) -> None:
     with attach(model, optimizer) as probe:
         for step, (data, wanted) in zip(range(220), rows, strict=False):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(data), wanted)
+            loss = F.cross_entropy(model(data + 0.6 * torch.randn_like(data)), wanted)
             loss.backward()
             _average([parameter.grad for parameter in model.parameters()])
             optimizer.step()
@@ -115,7 +115,7 @@ def _train_picture(rank: int, fault: str, final: Tensor) -> None:
         dist.broadcast(tensor, 0)
     optimizer = Adam(model.parameters(), lr=2e-3)
     with attach(model, optimizer) as probe:
-        for _, (places, wanted) in zip(range(300), batches(points[:5000], colours[:5000], size=128), strict=False):
+        for _, (places, wanted) in zip(range(250), batches(points[:5000], colours[:5000], size=96), strict=False):
             optimizer.zero_grad()
             loss = F.mse_loss(model(places), wanted)
             loss.backward()
@@ -315,7 +315,7 @@ class RelationalConv(nn.Module):
 class Entities(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.dropout = RelationalConv(12, 32), RelationalConv(32, 5), nn.Dropout(0.2)
+        self.conv1, self.conv2, self.dropout = RelationalConv(12, 24), RelationalConv(24, 5), nn.Dropout(0.5)
 
     def forward(self, x: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
         return self.conv2(self.dropout(self.conv1(x, edges, kinds).relu()), edges, kinds)
