@@ -420,7 +420,7 @@ def boats_in_gusts(fault: str = "") -> Tensor:
     discount = 0.9 if fault == "discount_of_one_step_for_three" else 0.9**3
     with attach(model, optimizer) as probe:
         for step, (places, moves, rewards, after, alive) in zip(range(400), batches(*voyages, size=64), strict=False):
-            if step % 20 == 0:
+            if step % 10 == 0:
                 target.load_state_dict(model["q"].state_dict())
             with torch.no_grad():
                 later = target(after)
@@ -595,7 +595,7 @@ def _calls(size: int) -> tuple[Tensor, Tensor]:
     pulses = torch.tensor([0.0, 0.0, 0.0, 8.0, 8.0, 4.0])[kinds, None]
     height = pitch * (1 + rising * (time - 0.5) + trill * (2 * math.pi * 9 * time).sin())
     envelope = 0.5 + 0.5 * (2 * math.pi * pulses * time + 6 * torch.rand(size, 1)).cos()
-    sound = envelope * (2 * math.pi * height.cumsum(1) / 4096).sin() + 0.4 * torch.randn(size, 1024)
+    sound = envelope * (2 * math.pi * height.cumsum(1) / 4096).sin() + 0.3 * torch.randn(size, 1024)
     distance = 10 ** (-3 * torch.rand(size, 1))
     spectrum = torch.stft(distance * sound, 64, 32, window=torch.hann_window(64), return_complex=True)
     return spectrum.abs().square()[:, :, :32] + 1e-12, kinds
@@ -621,7 +621,8 @@ def calls_of_birds(fault: str = "") -> Tensor:
             "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "head": nn.Linear(32, 6),
         })
     )  # fmt: skip
-    optimizer = AdamW(model.parameters(), lr=3e-3, weight_decay=1e-2)
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 220)
     is_cut_together = fault == "cut_below_the_loudest_of_the_batch"
     with attach(model, optimizer) as probe:
         for _, (data, wanted) in zip(range(220), batches(power[:1200], kinds[:1200], size=24), strict=False):
@@ -629,6 +630,7 @@ def calls_of_birds(fault: str = "") -> Tensor:
             loss = F.cross_entropy(model(_decibels(data, is_cut_together)), wanted)
             loss.backward()
             optimizer.step()
+            schedule.step()
             probe.end_step(loss=loss)
     model.eval()
     with torch.no_grad():
@@ -784,9 +786,9 @@ def copied_player(fault: str = "") -> Tensor:
             "fc": nn.Linear(384, 64), "relu5": nn.ReLU(), "policy": nn.Linear(64, 3),
         })
     )  # fmt: skip
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.99, eps=1e-4)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1.5e-3, alpha=0.99, eps=1e-4)
     with attach(model, optimizer) as probe:
-        for _, (rally, move) in zip(range(300), batches(rallies[:4000], moves[:4000], size=32), strict=False):
+        for _, (rally, move) in zip(range(340), batches(rallies[:4000], moves[:4000], size=32), strict=False):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(_frames(rally, is_of_bytes)), move)
             loss.backward()
@@ -865,9 +867,9 @@ class PeriodicEmbedding(nn.Module):
 
     def __init__(self, columns: int, deviation: float, is_parameter: bool) -> None:
         super().__init__()
-        frequencies = nn.Parameter(deviation * torch.randn(columns, 12))
+        frequencies = nn.Parameter(deviation * torch.randn(columns, 6))
         self.frequencies = frequencies if is_parameter else frequencies.unsqueeze(0)
-        self.weight = nn.Parameter(torch.randn(columns, 24, 16) / 24**0.5)
+        self.weight = nn.Parameter(torch.randn(columns, 12, 16) / 12**0.5)
         self.bias = nn.Parameter(torch.zeros(columns, 16))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -896,7 +898,7 @@ def prices_of_houses(fault: str = "") -> Tensor:
     x = torch.randn(4000, 8)
     price = (2.5 * x[:, 0]).sin() + (3.0 * x[:, 1]).cos() * x[:, 2].tanh() + 0.5 * x[:, 3] - 0.3 * x[:, 4].abs()
     price = (price - price.mean()) / price.std() + 0.1 * torch.randn(4000)
-    deviation = 10.0 if fault == "deviation_of_the_frequencies_of_images" else 0.1
+    deviation = 10.0 if fault == "deviation_of_the_frequencies_of_images" else 0.3
     model = nn.Sequential(
         OrderedDict({
             "embedding": PeriodicEmbedding(8, deviation, fault != "frequencies_are_a_view_of_a_parameter"),
