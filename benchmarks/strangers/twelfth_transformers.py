@@ -15,7 +15,7 @@ from registry import Fault, attach, in_two_processes, program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
 DEEP_CRIME = "Humbatova et al., DeepCrime: mutation testing of deep learning systems based on real faults, 2021"
@@ -508,14 +508,14 @@ class CompactTransformer(nn.Module):
         self.tokens = nn.Sequential(nn.Conv2d(1, size, 3, 1, 1, bias=False), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
         self.positions, self.encoder = nn.Parameter(torch.zeros(16, size)), encoder_of(size)
         self.weigh, self.head = nn.Linear(size, 1), nn.Linear(size, 10)
+        nn.init.trunc_normal_(self.positions, std=0.2)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.1)
                 nn.init.zeros_(module.bias)
-        if fault == "deviation_given_as_the_mean":
-            nn.init.trunc_normal_(self.positions, 0.2)
-        else:
-            nn.init.trunc_normal_(self.positions, std=0.2)
+                if fault == "deviation_given_as_the_mean":
+                    nn.init.trunc_normal_(module.weight, 0.1)
+                else:
+                    nn.init.trunc_normal_(module.weight, std=0.1)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.encoder(self.tokens(images).flatten(2).mT + self.positions)
@@ -555,7 +555,7 @@ def spoken(count: int) -> Tensor:
     table, sounds = torch.randperm(8), torch.randn(8, 12)
     kinds = torch.randint(8, (count, 12))
     for time in range(1, 12):
-        kinds[:, time] = torch.where(torch.rand(count) < 0.8, table[kinds[:, time - 1]], kinds[:, time])
+        kinds[:, time] = torch.where(torch.rand(count) < 0.9, table[kinds[:, time - 1]], kinds[:, time])
     return sounds[kinds.repeat_interleave(2, 1)] + 0.25 * torch.randn(count, 24, 12)
 
 
@@ -591,6 +591,8 @@ class Contrasted(nn.Module):
     "Baevski et al., wav2vec 2.0: a framework for self-supervised learning of speech representations, 2020, for spectra",
     Fault("equal_targets_among_the_negatives", "labels", REIMPLEMENTATIONS,
           ("labels_of_other_positions", "wrong_loss", "loss_not_decreasing", "samples_vary")),
+    Fault("diversity_with_the_other_sign", "loss", REIMPLEMENTATIONS,
+          ("wrong_loss", "wrong_range_of_loss", "samples_vary", "distinct_data", "class_imbalance", "@choose")),
 )  # fmt: skip
 def contrasted_frames(fault: str = "") -> Tensor:
     frames = spoken(2300)
@@ -599,8 +601,8 @@ def contrasted_frames(fault: str = "") -> Tensor:
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 25, 260)
 
     def loss_of(batch: Tensor, temperature: float, fault: str = "") -> Tensor:
-        start = torch.stack([torch.randperm(6)[:2] for _ in range(len(batch))]).sort(1).values * 4
-        places = (start[..., None] + torch.arange(4)).flatten(1)  # two spans of four frames
+        start = torch.stack([torch.randperm(12)[:4] for _ in range(len(batch))]).sort(1).values * 2
+        places = (start[..., None] + torch.arange(2)).flatten(1)  # four spans of two frames
         is_hidden = torch.zeros(batch.shape[:2], dtype=torch.bool).scatter(1, places, True)
         predicted, targets, shares = model(batch, is_hidden, temperature)
         rows = torch.arange(len(batch))[:, None]
@@ -611,7 +613,8 @@ def contrasted_frames(fault: str = "") -> Tensor:
         scores = F.cosine_similarity(predicted[:, :, None], candidates, dim=-1) / 0.1
         if fault != "equal_targets_among_the_negatives":
             scores = scores.masked_fill(F.pad((negatives == targets[:, :, None]).all(-1), (1, 0)), -math.inf)
-        diversity = (shares * (shares + 1e-7).log()).sum() + math.log(len(shares))
+        sign = -1 if fault == "diversity_with_the_other_sign" else 1
+        diversity = sign * (shares * (shares + 1e-7).log()).sum() + math.log(len(shares))
         return F.cross_entropy(scores.flatten(0, 1), torch.zeros(scores[..., 0].numel(), dtype=torch.int64)) + diversity
 
     def losses() -> Iterator[Tensor]:
@@ -623,7 +626,7 @@ def contrasted_frames(fault: str = "") -> Tensor:
         return loss_of(frames[2000:], 0.5)
 
 
-CONTEXT, HORIZON, LEVELS = 20, 6, 40  # the days of a window, those to forecast, and the bins of scaled values
+CONTEXT, HORIZON, LEVELS = 20, 6, 24  # the days of a window, those to forecast, and the bins of scaled values
 
 
 def demands(count: int) -> Tensor:
@@ -659,18 +662,18 @@ def tokenized_series(fault: str = "") -> Tensor:
     series = demands(4000)
     config = transformers.T5Config(
         vocab_size=LEVELS + 2, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
-        pad_token_id=PAD, eos_token_id=1, decoder_start_token_id=PAD, tie_word_embeddings=False,
+        pad_token_id=PAD, eos_token_id=1, decoder_start_token_id=PAD, tie_word_embeddings=True,
         relative_attention_num_buckets=32, relative_attention_max_distance=64,
     )  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config)
     optimizer = AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
-    warm_up = 1000 if fault == "constant_rate_after_a_long_warm_up" else 20
+    warm_up = 4000 if fault == "constant_rate_after_a_long_warm_up" else 20
     schedule = transformers.get_constant_schedule_with_warmup(optimizer, warm_up)
 
     def loss_of(context: Tensor, wanted: Tensor) -> Tensor:
         return model(input_ids=context, attention_mask=(context != PAD).long(), labels=wanted).loss
 
-    source = islice(batches(*tokenized(series[:3700], fault), size=20), 260)
+    source = islice(batches(*tokenized(series[:3700], fault), size=16), 260)
     fit(model, optimizer, (loss_of(*batch) for batch in source), schedule)
     with torch.no_grad():
         return loss_of(*tokenized(series[3700:]))
@@ -719,12 +722,12 @@ class Student(nn.Module):
 def layers_of_a_teacher(fault: str = "") -> Tensor:
     rows, classes = classified_sentences(3000)
     teacher = bert_of(48, 4)
-    source = islice(batches(rows[:2600], classes[:2600], size=32), 240)
+    source = islice(batches(rows[:2600], classes[:2600], size=24), 200)
     pretrain(teacher, (F.cross_entropy(teacher(input_ids=batch, attention_mask=(batch != PAD).long()).logits, wanted)
                        for batch, wanted in source))  # fmt: skip
     model = Student(fault)
     optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 20, 260)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 20, 220)
 
     def loss_of(batch: Tensor, first: int) -> Tensor:
         logits, states = model(batch)
@@ -741,9 +744,9 @@ def layers_of_a_teacher(fault: str = "") -> Tensor:
         )
 
     first = 1 if fault == "layers_counted_without_the_embeddings" else 2
-    fit(model, optimizer, (loss_of(batch, first) for (batch,) in islice(batches(rows[:2600], size=20), 260)), schedule)
+    fit(model, optimizer, (loss_of(batch, first) for (batch,) in islice(batches(rows[:2600], size=16), 220)), schedule)
     with torch.no_grad():
-        return F.cross_entropy(model(rows[2600:])[0], classes[2600:])
+        return loss_of(rows[2600:], 2)
 
 
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
@@ -803,8 +806,6 @@ class DateWriter(nn.Module):
     "PyTorch tutorials, language translation with nn.Transformer and torchtext, for dates in the format of ISO 8601",
     Fault("padding_of_the_memory_attended", "attention mask", PYTORCH_FORUM,
           ("padding_attended", "samples_vary", "@transformer.decoder*")),
-    Fault("letters_from_behind_the_start", "loss and labels", PYTORCH_FORUM,
-          ("labels_in_the_inputs", "labels_shifted", "looks_ahead", "overfit", "labels_of_other_positions")),
 )  # fmt: skip
 def written_dates(fault: str = "") -> Tensor:
     written, wanted = dates(3600)
@@ -812,57 +813,42 @@ def written_dates(fault: str = "") -> Tensor:
     optimizer = Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 20, 300)
 
-    def loss_of(written: Tensor, wanted: Tensor, first: int = 0) -> Tensor:
-        logits = model(written, wanted[:, first : first + 11])
-        return F.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=PAD)
+    def loss_of(written: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(model(written, wanted[:, :-1]).flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=PAD)
 
-    first = 1 if fault == "letters_from_behind_the_start" else 0
-    source = islice(batches(written[:3300], wanted[:3300], size=24), 300)
-    fit(model, optimizer, (loss_of(*batch, first) for batch in source), schedule)
+    source = islice(batches(written[:3300], wanted[:3300], size=16), 300)
+    fit(model, optimizer, (loss_of(*batch) for batch in source), schedule)
     with torch.no_grad():
         return loss_of(written[3300:], wanted[3300:])
 
 
-SHORT, LONG = 12, 32  # the tokens of rows before and after their extension
-
-
 @program(
     "transformers",
-    "Chen et al., Extending context window of large language models via positional interpolation, 2023, with Llama",
-    Fault("scaling_of_the_rotations_ignored", "positional encoding", HUGGING_FACE,
-          ("positions_differ", "samples_vary", "@*rotary_emb*", "@*self_attn*")),
-    Fault("second_moments_in_bfloat16", "precision", EXAMPLES,
-          ("underflow", "quantization_error", "parameters_follow_gradients", "update_ratio", "rate_in_effect")),
+    "Rozière et al., Code Llama: open foundation models for code, 2023, whose rotations have another base",
+    Fault("base_of_the_checkpoint_ignored", "positional encoding", HUGGING_FACE,
+          ("positions_differ", "samples_vary", "weights_loaded", "@*rotary_emb*", "@*self_attn*")),
 )  # fmt: skip
-def extended_rows(fault: str = "") -> Tensor:
-    def config_of(length: int, factor: float) -> transformers.LlamaConfig:
-        return transformers.LlamaConfig(
+def fine_tuned_code(fault: str = "") -> Tensor:
+    def llama_of(base: float) -> transformers.LlamaForCausalLM:
+        config = transformers.LlamaConfig(
             vocab_size=NUMBERS, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=length, initializer_range=0.1, bos_token_id=None, eos_token_id=None,
-            pad_token_id=None, rope_parameters={"rope_type": "linear", "factor": factor, "rope_theta": 1000.0},
+            max_position_embeddings=32, initializer_range=0.1, bos_token_id=None, eos_token_id=None,
+            pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": base},
         )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
 
-    table = torch.randperm(NUMBERS)[None]
-    short, long = (rows_of(table, torch.zeros(3000, dtype=torch.int64), each, lag=3) for each in (SHORT, LONG))
-    old = transformers.LlamaForCausalLM(config_of(SHORT, 1.0))
-    source = islice(batches(short, size=32), 300)
-    pretrain(old, (old(input_ids=batch, labels=batch).loss for (batch,) in source))
-    factor = 1.0 if fault == "scaling_of_the_rotations_ignored" else LONG / SHORT
-    model = transformers.LlamaForCausalLM(config_of(LONG, factor))
+    tables, all_rows = torch.stack([torch.randperm(NUMBERS) for _ in range(2)]), torch.zeros(3000, dtype=torch.int64)
+    before, rows = (rows_of(tables, all_rows + table, 20, lag=4) for table in (0, 1))
+    old = llama_of(1e6)
+    pretrain(old, (old(input_ids=batch, labels=batch).loss for (batch,) in islice(batches(before, size=24), 280)))
+    model = llama_of(1e4 if fault == "base_of_the_checkpoint_ignored" else 1e6)
     model.load_state_dict(old.state_dict())
     optimizer = AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
-    schedule = transformers.get_constant_schedule_with_warmup(optimizer, 15)
-
-    def losses() -> Iterator[Tensor]:
-        for (batch,) in islice(batches(long[:2700], size=12), 200):
-            if fault == "second_moments_in_bfloat16":
-                for state in optimizer.state.values():
-                    state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16().float()
-            yield model(input_ids=batch, labels=batch).loss
-
-    fit(model, optimizer, losses(), schedule)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 15, 200)
+    source = islice(batches(rows[:2700], size=12), 200)
+    fit(model, optimizer, (model(input_ids=batch, labels=batch).loss for (batch,) in source), schedule)
     with torch.no_grad():
-        return model(input_ids=long[2700:], labels=long[2700:]).loss
+        return model(input_ids=rows[2700:], labels=rows[2700:]).loss
 
 
 class ScaledAttention(nn.Module):
@@ -918,12 +904,12 @@ class Transferred(nn.Module):
 def transferred_rates(fault: str = "") -> Tensor:
     tables = torch.stack([torch.randperm(NUMBERS) for _ in range(2)])
     rows = rows_of(tables, torch.randint(2, (3000,)), 17, lag=2)
-    model = Transferred(64, 16, 16)
+    model = Transferred(96, 16, 16)
     matrices = [
         p for n, p in model.named_parameters() if p.dim() == 2 and n.split(".")[0] not in ("words", "positions", "head")
     ]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
-    rate = 1e-2
+    rate = 2e-2
     of_matrices = rate if fault == "rates_not_divided_by_the_width" else rate / model.multiple
     optimizer = AdamW(
         [{"params": matrices, "lr": of_matrices}, {"params": others}], lr=rate, betas=(0.9, 0.95), weight_decay=0.0
