@@ -86,7 +86,7 @@ COLLECTIONS = {
     "ninth": ("ninth_general", "ninth_transformers"),
     "tenth": ("tenth_general", "tenth_transformers"),
     "eleventh": ("eleventh_general", "eleventh_transformers"),
-    "held out": ("twelfth_general",),
+    "held out": ("twelfth_general", "twelfth_transformers"),
 }
 
 # The parts of a training step in which a fault of each category has its first effect, written before any measurement of this. A fault
