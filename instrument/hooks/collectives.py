@@ -42,7 +42,7 @@ _OPERATORS = {
     "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     "broadcast": ("broadcast_",),
     "reduce": ("reduce_",),
-    "gather": ("gather_", "gather_into_tensor_"),  # PyTorch 2.6 has one of them
+    "gather": ("gather_", "gather_into_tensor_"),  # PyTorch 2.10 has the first one only
     "scatter": ("scatter_",),
     "all_to_all": ("alltoall_", "alltoall_base_"),
 }  # of `c10d`, by operation; the first argument has the results
@@ -149,7 +149,7 @@ class CollectiveHooks(HookGroup):
             if self._counted_at != self.clock.micro_step_index:
                 self._counts.clear()
                 self._counted_at = self.clock.micro_step_index
-                if not getattr(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 1)():
+                if not torch._C._distributed_c10d._get_work_registry_size():
                     _unawaited.clear()  # of works that only Python can wait for
             index = self._counts[call.operation]
             self._counts[call.operation] += 1

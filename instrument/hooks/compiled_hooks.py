@@ -47,8 +47,6 @@ UNKNOWN_CONTAINER = (
 )
 SHARDED = "hooks of instrument on a DTensor run outside of graphs"
 
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 does not have it
-
 
 def export_refusal(attached_hooks: Sequence[AttachedHook]) -> str:
     """Return why an export is refused: the program would not include an intervention. Empty if none is scheduled."""
@@ -140,9 +138,9 @@ class GraphHooks:
 
     def trace_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
-        if is_exporting() and self.refusal:
+        if torch.compiler.is_exporting() and self.refusal:
             torch._dynamo.graph_break(msg=self.refusal)
-        if is_exporting() or not self._needs_begin(module):
+        if torch.compiler.is_exporting() or not self._needs_begin(module):
             return None
         given = join_arguments(args, kwargs)
         if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
@@ -156,7 +154,7 @@ class GraphHooks:
 
     def trace_after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Call the operators after the forward pass, in traced code. Return the output that replaces this one."""
-        if is_exporting():
+        if torch.compiler.is_exporting():
             return None
         missing = ""
         given = (*args, *kwargs.values())

@@ -48,8 +48,7 @@ _SCHEMAS = (
     f"change(Tensor value, {_SITE}, Tensor? owner) -> (Tensor, Tensor)",
     f"change_backward(Tensor gradient, Tensor value, Tensor acted, {_SITE}) -> Tensor",
 )
-# CUDA graphs are captured between the operators, which run Python code. Versions of PyTorch without the tag capture no graph.
-TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+TAGS = (torch.Tag.cudagraph_unsafe,)  # CUDA graphs are captured between the operators, which run Python code
 LIBRARY = torch.library.Library("instrument", "DEF")
 for _schema in _SCHEMAS:
     LIBRARY.define(_schema, tags=TAGS)

@@ -25,7 +25,7 @@ from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook, act_on_tensors
-from .compiled_hooks import GraphHooks, Places, is_exporting
+from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
 from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
@@ -136,7 +136,7 @@ class ModuleHooks(SuspendableModuleHooks):
             )
         if not self.clock.closed and self.graph.refusal and (is_compiling() or is_tracing()):  # an export
             raise HookError(self.graph.refusal)
-        if is_exporting():  # the tensors have no values
+        if torch.compiler.is_exporting():  # the tensors have no values
             return None
         if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
@@ -178,7 +178,13 @@ class ModuleHooks(SuspendableModuleHooks):
             if type(left) is not tuple:
                 return left
             done, new = left
-        if self.clock.closed or not self.active or is_exporting() or is_tracing() or current_transform() is not None:
+        if (
+            self.clock.closed
+            or not self.active
+            or torch.compiler.is_exporting()
+            or is_tracing()
+            or current_transform() is not None
+        ):
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured

@@ -84,9 +84,6 @@ def run_outside_of_graphs(hook: Callable[..., Any], *, with_calls: bool = True) 
         with_calls: Whether this includes the functions that it calls.
     """
     code = cast(FunctionType, hook).__code__
-    if hasattr(eval_frame, "skip_code"):  # before PyTorch 2.7
-        eval_frame.skip_code(code)
-    else:
-        actions = eval_frame._FrameAction
-        recursive = actions.SKIP if with_calls else actions.DEFAULT
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, recursive))
+    actions = eval_frame._FrameAction
+    recursive = actions.SKIP if with_calls else actions.DEFAULT
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, recursive))

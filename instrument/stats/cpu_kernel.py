@@ -31,9 +31,8 @@ DTYPE_OF_KIND = {kind: dtype for dtype, kind in _KINDS.items()}
 """The dtypes by their number in the kernel."""
 _NO_SHAPE = -1
 
-# PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10.
-_exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-is_connected = native is not None and _exchange_api is not None and native.connect(Tensor, Parameter, _exchange_api)
+# PyTorch describes its tensors to C code by DLPack's exchange API.
+is_connected = native is not None and native.connect(Tensor, Parameter, Tensor.__dlpack_c_exchange_api__)
 """Whether the kernel can read tensors. Without it, no tensor is plain."""
 
 
