@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import warnings
@@ -251,6 +252,17 @@ def test_full_coverage_gives_no_warning() -> None:
         warnings.simplefilter("error")
         _, probe = run_step(nn.Linear(2, 2), {"seen": record("forward")}, torch.zeros(1, 2))
     assert counts(probe) == [(1, 1)]
+
+
+def test_loss_that_is_not_finite_is_reported_without_hooks(tmp_path: Path) -> None:
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="loss not finite: at step 1: nan, 1 before"),
+        pytest.warns(instrument.InstrumentWarning, match="specs contains no hook"),
+        instrument.attach(nn.Linear(2, 2), {}, out=tmp_path / "run") as probe,
+    ):
+        for loss in (1.0, math.nan, math.nan):
+            probe.end_step(loss=loss)
+    assert instrument.load(tmp_path / "run").runs["warnings"].tolist() == [1]
 
 
 def test_overwrite_replaces_the_run_in_out(tmp_path: Path) -> None:
