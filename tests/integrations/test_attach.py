@@ -302,6 +302,23 @@ def test_specs_without_hooks_cause_a_warning(specs: Any) -> None:
     assert probe.metrics.loss.tolist() == [1.0]
 
 
+@pytest.mark.parametrize(("key", "similar"), [("rule", "rules"), ("hook", "hooks")])
+def test_unknown_key_next_to_hooks_is_refused(key: str, similar: str, tmp_path: Path) -> None:
+    (tmp_path / "hooks.yaml").write_text(
+        "hooks: {seen: {layers: '**', kind: forward, action: record}}\n" + key + ": {}\n"
+    )
+    message = refused(nn.Linear(2, 2), tmp_path / "hooks.yaml")
+    assert message.startswith(f"{key}: unknown key next to 'hooks'")
+    assert similar in message.partition("similar")[2]
+
+
+def test_unknown_argument_is_reported_with_the_parameters() -> None:
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'hooks'; the parameters are model, specs, optimizer,"
+    ):
+        instrument.attach(nn.Linear(2, 2), hooks=[])  # type: ignore[call-arg]
+
+
 def test_error_is_not_preceded_by_the_warning_about_missing_hooks(recwarn: pytest.WarningsRecorder) -> None:
     rule = {"watch": "outputs", "stat": "l2", "above": 1.0}
     with pytest.raises(ConfigError, match=r"rules\.large\.watch: no hook has this name"):
