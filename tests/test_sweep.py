@@ -101,6 +101,7 @@ def test_jobs_are_listed_with_their_status(swept: Path, call: Call) -> None:
         ["2", "done", "hooks.mine.fn.at=99"],
         ["3", "missing", "hooks.mine.fn.at=100"],
     ]
+    assert [row[3:] for row in rows_of(out) if row[1] == "done"] == [["0"]]  # warnings
     assert "broken at 1" in out
     assert out.splitlines()[-1] == "4 jobs in out: 1 done, 2 failed, 1 missing"
 
@@ -327,7 +328,7 @@ def test_remote_sweep_lists_its_missing_jobs(seeds: Path, tmp_path: Path, call: 
     answer = call(main, f"file://{remote}").expect(1)
     out = answer.out
     assert answer.err == ""
-    assert rows_of(out) == [["0", "done", "seed=1"], ["1", "missing", "seed=2"], ["2", "done", "seed=3"]]
+    assert rows_of(out) == [["0", "done", "seed=1", "0"], ["1", "missing", "seed=2"], ["2", "done", "seed=3", "0"]]
     assert out.splitlines()[-1] == f"3 jobs in file://{remote}: 2 done, 1 missing"
     assert call(main, f"file://{remote}", "--rerun").code == 2
 

@@ -179,8 +179,9 @@ class RunTables:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """One row per run: `run` (the folder), `status`, `seed`, the overrides and the metrics.
+        """One row per run: `run` (the folder), `status`, `warnings`, `seed`, the overrides and the metrics.
 
+        `warnings` is the number of warnings of the process that wrote run.json; missing if an error ended the run.
         The metrics, such as `loss`, are those of the last evaluation. A training without evaluations has none. In `mode: forward`,
         they are the means over all batches.
 
@@ -196,6 +197,7 @@ class RunTables:
             {
                 "run": name,
                 "status": info["status"],
+                "warnings": info.get("warnings"),
                 "seed": info["seed"],
                 **{f"override.{key}" if key in taken else key: value for key, value in overrides.items()},
                 **row,

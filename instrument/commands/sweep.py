@@ -82,11 +82,12 @@ def _show(folder: str, *, as_json: bool) -> int:
         print_json(jobs)
         return 1 if left or not jobs else 0
     table = Table(box=None, pad_edge=False)
-    for name in ("job", "status", "overrides", "error"):
+    for name in ("job", "status", "overrides", "warnings", "error"):
         table.add_column(name, overflow="fold")
     for job in jobs:
         status = Text(job.status, style=COLOURS.get(job.status, "" if job.status == RUNNING else "yellow"))
-        table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
+        warnings = "" if job.warnings is None else str(job.warnings)
+        table.add_row(job.name, status, Text(sweep.label(job)), warnings, Text(job.error or ""))
     wide_console().print(table)
     more = outcome_lines(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else []
     print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", *more, sep="\n")

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import yaml
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from .base import HookBase
+from .experiment import RunConfig
 from .hook_specs import HookSpec
 from .parse import parse_hooks, parse_rules
 from .rules import RuleBase, default_rules
@@ -40,10 +41,20 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
             them, None removes a hook of a set.
 
     Raises:
-        ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
+        ConfigError: The file cannot be read or is not YAML, a spec is invalid, or a key next to `hooks` is unknown.
     """
     given = _read_file(specs) if isinstance(specs, str | Path) else specs
     if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
+        known = [*RunConfig.model_fields, "defaults", "hydra"]  # the file can be an experiment
+        raise_problems(
+            [
+                Problem(
+                    str(key), "unknown key next to 'hooks'", None, ("hooks", "rules"), similar_names(str(key), known)
+                )
+                for key in given
+                if key not in known
+            ]
+        )
         given = given["hooks"]
     if isinstance(given, Mapping):
         return parse_hooks({name: _plain(spec) for name, spec in given.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
@@ -46,6 +47,7 @@ class Registry(Mapping[str, T]):
         self.places: dict[str, str] = {**builtin}
         self._entries: dict[str, T] = {}
         self._folder, self._check = folder, check
+        self._lock = threading.RLock()
         self._is_sorted = folder is not None  # other code may have imported some of its modules first
 
     def register(self, *names: str, place: str = "") -> Callable[[T], T]:
@@ -75,8 +77,7 @@ class Registry(Mapping[str, T]):
         raise ConfigError(Problem(where, f"unknown {self.what}", given=name, allowed=list(self), similar=similar))
 
     def __getitem__(self, name: str) -> T:
-        if self._folder is not None:
-            self._import_folder()
+        self._import_folder()
         if name not in self._entries and name in self.builtin:
             self._entries[name] = resolve_name(self.builtin[name])
         elif name not in self._entries:
@@ -98,10 +99,11 @@ class Registry(Mapping[str, T]):
         return sum(1 for _ in self)
 
     def _import_folder(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            for module in iter_modules(import_module(folder).__path__):
-                import_module(f"{folder}.{module.name}")
+        with self._lock:  # another thread would see a part of the entries
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                for module in iter_modules(import_module(folder).__path__):
+                    import_module(f"{folder}.{module.name}")
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:

@@ -92,7 +92,7 @@ def attach(
             `hooks=transformer`), a mapping or list with the content of such a file, or spec objects. The specs are at the top
             level or in a `hooks` section. A list can also have names of hook sets, and then mappings from names to specs:
             `["transformer", "moe", {"mine": {...}}]`. In them, None removes a hook of a set. Without any spec, the
-            probe records no statistics, and rules that read them are inactive.
+            probe records no statistics, and rules that read only these are inactive.
         optimizer: One optimizer, or a list of several. The kinds `parameter_grad`, `step_pre` and `step_post` and roles
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
             that holds the parameter makes its step. Pass the wrapper of a library itself, such as that of Accelerate or Opacus.
@@ -201,7 +201,9 @@ def attach(
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
             if not hooks:
-                message = "specs contains no hook: no statistics are recorded, and rules that read them are inactive"
+                message = (
+                    "specs contains no hook: no statistics are recorded, and rules that read only these are inactive"
+                )
                 warnings.warn(message, InstrumentWarning, stacklevel=4)
             if notice is not None:
                 probe.event("compiled", notice, severity="info")
@@ -235,7 +237,7 @@ def _recording(run_folder: RunFolder, probe: AttachedProbe) -> Iterator[None]:
         if not several:
             probe.accept_changes()
         yield
-        run_folder.update(device_statistics=measured_by())
+        run_folder.update(device_statistics=measured_by(), warnings=len(probe.warnings))
 
 
 def _sink(out: Path | None, custom: Sink | None) -> Sink:

@@ -233,7 +233,8 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     """Return the layers that a selection matches, in the order of the model; none if its structure is missing and optional.
 
     Raises:
-        ConfigError: A glob matches no module, the model has no such structure, or `types` or `exclude` remove all modules.
+        ConfigError: A glob matches no module, the model has no such structure, a name in `types` is unknown, or `types` or
+            `exclude` remove all modules.
     """
     for key, patterns in (("layers", selection.globs), ("exclude", selection.exclude)):
         for pattern in patterns:
@@ -255,6 +256,15 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
         similar = [name for each in plain for name in similar_names(each, types)]
         message = f"none of the {len(named)} modules that the other fields match is of this type"
         raise ConfigError(Problem(f"{where}.types", message, list(selection.types), types, similar))
+    of_torch = {base.__name__ for cls in vars(nn).values() if isinstance(cls, type) for base in cls.__mro__}
+    for name in selection.types:
+        short = name.rpartition(".")[2]
+        if not (short in of_torch or set(name) & set("*?[") or any(layer.is_a(name) for layer in layers)):
+            types = sorted({layer.type for layer in layers})
+            message = "neither the model nor torch.nn has this class"
+            similar = similar_names(short, [*types, *sorted(of_torch)])
+            fix = "put a wildcard into the name of a class that only other models have"
+            raise ConfigError(Problem(f"{where}.types", message, name, types, similar, fix))
     kept = [layer for layer in typed if not layer.is_named(selection.exclude)]
     if not kept:
         message = f"excludes all {len(typed)} modules that the other fields match"

@@ -25,7 +25,7 @@ from ..hooks.site_grouping import group_sites
 from ..plan.hook_plan import HookPlan
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.lazy_compiler import excluded_method, has_compiled
-from ..tables.reasons import MOVED, OTHER_STEP, REPLACED, SKIPPED_STEP, SWAPPED
+from ..tables.reasons import MOVED, MOVED_TOGETHER, OTHER_STEP, REPLACED, SKIPPED_STEP, SWAPPED
 from ..tables.sink_interface import EventWriter
 from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
 from .optimizer_step_watch import StepWatch, WrapperWatch, runs_hooks_twice
@@ -259,7 +259,13 @@ class ModuleWatch(HookGroup):
             attached.is_replaced = attached.site.layer.module in removed
         unreported = [part for part in (*gone, *(removed - gone.keys())) if part in self._unreported]
         unreported = [part for part in unreported if part in removed or part not in earlier]
-        for part in unreported:
+        moved = [part for part in unreported if part not in removed]
+        if len(moved) > 2:
+            first, last = (self._unreported[part][0].site.layer for part in (moved[0], moved[-1]))
+            reason = MOVED_TOGETHER.format(present.get(moved[0]))
+            message = f"{len(moved)} modules with hooks, {first.label} to {last.label}: {reason}"
+            self.event("replaced", message, layer=first.name)
+        for part in unreported if len(moved) <= 2 else [part for part in unreported if part in removed]:
             of_module, reason = self._unreported[part], MOVED.format(present.get(part))
             if part in removed:
                 del self._unreported[part]

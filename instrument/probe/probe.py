@@ -28,6 +28,7 @@ from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
 from ..plan.hook_plan import HookPlan, remarks, unhooked_locations
 from ..relations.relation_set import RelationSet
+from ..rules.non_finite import NonFinite
 from ..rules.requirements import hooks_read
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..runtime.deferred_interrupts import deferred_signals
@@ -115,8 +116,12 @@ class Probe(OwnedByProcess):
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        read = {name: rule for name, rule in (rules or {}).items() if hooks_read(rule, plan.specs) != []}
-        self.rules = RuleSet(read, self._write_event, FrozenLayers(plan))
+        active = {
+            name: rule
+            for name, rule in (rules or {}).items()
+            if hooks_read(rule, plan.specs) != [] or isinstance(rule, NonFinite.fields)  # which also reads the loss
+        }
+        self.rules = RuleSet(active, self._write_event, FrozenLayers(plan))
         self.ranks = ranks
         self._rule_rows = RuleRows(self.rules)
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)

@@ -6,6 +6,7 @@ The losses of `torch.nn.functional` call functions in C, which are replaced mean
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -34,6 +35,8 @@ _KNOWN = ("torch", "accelerate")  # packages whose samplers have a length withou
 class ObservedFunctions:
     """Functions of PyTorch that are replaced while their calls are observed.
 
+    Several threads can train a model each: an observer does not get the calls of other threads that have observers of their own.
+
     Args:
         places: The owner and the name of each function.
         observed: Returns the function that replaces one, given its name and the original. It calls `observers`.
@@ -42,32 +45,44 @@ class ObservedFunctions:
     def __init__(
         self, places: Sequence[tuple[Any, str]], observed: Callable[[str, Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        self.observers: list[Callable[[Any], None]] = []
+        self._observers: list[tuple[Callable[[Any], None], int]] = []  # and the thread that added each
+        self._thread = (
+            threading.local()
+        )  # has an attribute in a thread that has added an observer, also if it was removed
+        self._lock = threading.RLock()
         self._places, self._observed = places, observed
         self._made: dict[str, tuple[Callable[..., Any], ...]] = {}  # by name: an original function, and its replacement
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
 
+    @property
+    def observers(self) -> list[Callable[[Any], None]]:
+        """The observers of a call in this thread: all of them if the thread has never added one, as those of `nn.DataParallel`."""
+        own = threading.get_ident() if hasattr(self._thread, "adds") else None
+        return [observer for observer, thread in [*self._observers] if own in (None, thread)]
+
     def add(self, observer: Callable[[Any], None]) -> None:
         """Let a function observe the calls, until `remove`."""
-        self.observers.append(observer)
-        if not self._replaced:
-            for owner, name in self._places:
-                original = getattr(owner, name)
-                if name not in self._made or self._made[name][0] is not original:
-                    self._made[name] = original, self._observed(name, original)
-                replacement = self._made[name][1]
-                self._replaced.append((owner, name, original, replacement))
-                setattr(owner, name, replacement)
+        self._thread.adds = True
+        with self._lock:
+            self._observers.append((observer, threading.get_ident()))
+            if not self._replaced:
+                for owner, name in self._places:
+                    original = getattr(owner, name)
+                    if name not in self._made or self._made[name][0] is not original:
+                        self._made[name] = original, self._observed(name, original)
+                    replacement = self._made[name][1]
+                    self._replaced.append((owner, name, original, replacement))
+                    setattr(owner, name, replacement)
 
     def remove(self, observer: Callable[[Any], None]) -> None:
         """End the observation by a function. Do nothing if it does not observe."""
-        if observer in self.observers:
-            self.observers.remove(observer)
-        # Otherwise, other code has replaced them too.
-        if not self.observers and all(getattr(owner, name) is new for owner, name, _, new in self._replaced):
-            while self._replaced:
-                owner, name, original, _ = self._replaced.pop()
-                setattr(owner, name, original)
+        with self._lock:
+            self._observers = [each for each in self._observers if each[0] != observer]
+            # Otherwise, other code has replaced them too.
+            if not self._observers and all(getattr(owner, name) is new for owner, name, _, new in self._replaced):
+                while self._replaced:
+                    owner, name, original, _ = self._replaced.pop()
+                    setattr(owner, name, original)
 
 
 class LoaderBatch(NamedTuple):
@@ -119,7 +134,7 @@ def _observed_batch(name: str, original: Callable[..., Any]) -> Callable[..., An
     @wraps(original)
     def next_batch(iterator: Any) -> Any:
         batch = original(iterator)
-        observers = [*BATCHES.observers]
+        observers = BATCHES.observers
         try:
             observed = _describe_batch(iterator, batch) if observers else None
         except Exception:  # the batch of any loader must reach the loop
@@ -277,7 +292,7 @@ def _observed_loss(name: str, function: Callable[..., Any]) -> Callable[..., Any
         if not is_compiling() and len(args) > 1 and args[0].requires_grad:
             loss = _describe_loss(name, args, result)
             if loss is not None:
-                for observer in [*LOSSES.observers]:
+                for observer in LOSSES.observers:
                     observer(loss)
         return result
 
@@ -444,7 +459,7 @@ def _observed_backward(name: str, original: Callable[..., Any]) -> Callable[...,
     @wraps(original)
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            for observer in [*BACKWARDS.observers]:
+            for observer in BACKWARDS.observers:
                 observer(tensor)
         return original(tensor, *args, **kwargs)
 

@@ -25,7 +25,7 @@ FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 def _observed(name: str, original: Callable[..., None]) -> Callable[..., None]:  # noqa: ARG001
     @wraps(original)
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        for observer in [*_STEPS.observers]:
+        for observer in _STEPS.observers:
             observer(self)
         original(self, *args, **kwargs)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from inspect import signature
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -130,6 +131,11 @@ def signal_safe_contextmanager(
 
     @wraps(generator_function)
     def begin(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Yielded]:
-        return _SignalSafeBlock(make_block(*args, **kwargs))
+        try:
+            block = make_block(*args, **kwargs)
+        except TypeError as error:  # of the arguments: the body of the generator has not begun
+            parameters = ", ".join(signature(generator_function).parameters)
+            raise TypeError(f"{error}; the parameters are {parameters}") from None
+        return _SignalSafeBlock(block)
 
     return begin

@@ -29,7 +29,7 @@ _TYPES: dict[Any, str] = {
     str: "name status started ended error device git_revision recording_stopped config.mode",
     list: "command resumed",
     dict | list: "config.hooks",
-    int | float: "overhead data.train_samples data.eval_samples",
+    int | float: "overhead warnings data.train_samples data.eval_samples",
 }
 PACKAGES = ("torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 

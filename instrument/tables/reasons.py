@@ -24,6 +24,9 @@ AT_OTHER_STEPS = "the module was not called at steps at which the hook was sched
 RAISED = "the module was called, but its forward pass raised an exception, which was caught"
 REPLACED = "the module was replaced or removed during the run; a new module has no hooks: replace it before the hooks are attached"
 MOVED = "the module was moved to {} during the run; its hooks still run, and its rows keep this name"
+MOVED_TOGETHER = (
+    "the modules were moved during the run, the first one to {}; their hooks still run, and their rows keep these names"
+)
 REMOVED = "the parameter was removed from its module during the run (set to None)"
 SWAPPED = "its parameter was changed by torch.utils.swap_tensors, and PyTorch calls no more hooks on it; attach hooks afterwards"
 _NO_PROJECTION_CALL = "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally"

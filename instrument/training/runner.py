@@ -118,6 +118,7 @@ def run(
             run_folder.update(
                 fingerprint=found,
                 metrics=dict(metrics),
+                warnings=len(training.probe.warnings),
                 overhead=training.probe.overhead,
                 recording_stopped=failure,
                 device_statistics=measured_by(),

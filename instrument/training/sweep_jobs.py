@@ -50,6 +50,7 @@ class SweepJob:
     overrides: tuple[str, ...]
     status: str  # that in run.json; without this file, `failed` if the job was refused, else `missing`
     error: str | None  # error that ended the job, in one line; None if no error occurred
+    warnings: int | None = None  # the number of warnings; None if the job is not complete
 
 
 class Jobs:
@@ -143,7 +144,8 @@ def _job(folder: Path, sweep: Path) -> SweepJob:
     files = RunFiles(folder)
     info = files.info()
     unreadable = files.problems if info["status"] == UNKNOWN else []
-    return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+    error = error_of(info) or "; ".join(unreadable) or None
+    return SweepJob(name, folder, overrides, info["status"], error, info.get("warnings"))
 
 
 class Runs(Jobs):
@@ -165,6 +167,7 @@ class Runs(Jobs):
                 tuple(f"{key}={to_yaml(value)}" for key, value in info["overrides"].items()),
                 info["status"],
                 error_of(info),
+                info.get("warnings"),
             )
             for folder, info in zip(self.run.folders, infos, strict=True)
         ]

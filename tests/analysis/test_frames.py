@@ -87,8 +87,9 @@ def test_sweep_runs_have_typed_overrides(tmp_path: Path) -> None:
         write_run(tmp_path / str(i), overrides=overrides, seed=i, metrics={"loss": 1, "lr": None})
     runs = instrument.load(tmp_path).runs
     assert {name: str(dtype) for name, dtype in runs.dtypes.items()} == {
-        "run": "str", "status": "str", "seed": "int64", "train.steps": "int64", "optimizer.lr": "float64", "deterministic": "bool",
-        "model": "str", "hooks.tame": "object", "data.slice.seed": "Int64", "loss": "int64", "lr": "float64", "wandb": "boolean",
+        "run": "str", "status": "str", "warnings": "float64", "seed": "int64", "train.steps": "int64", "optimizer.lr": "float64",
+        "deterministic": "bool", "model": "str", "hooks.tame": "object", "data.slice.seed": "Int64",
+        "loss": "int64", "lr": "float64", "wandb": "boolean",
     }  # fmt: skip
     assert list(runs["hooks.tame"]) == [{"norm": 1}, None]
     assert runs["data.slice.seed"][0] == large
@@ -102,7 +103,7 @@ def test_search_objective_is_a_column(tmp_path: Path) -> None:
         write_run(tmp_path / str(i), overrides=overrides, metrics={"loss": 1.0}, used=used, status=status)
     sweep = instrument.load(tmp_path)
     assert list(sweep.runs.columns) == [
-        "run", "status", "seed", "optimizer.lr", "override.objective", "loss", "objective",
+        "run", "status", "warnings", "seed", "optimizer.lr", "override.objective", "loss", "objective",
     ]  # fmt: skip
     assert str(sweep.runs["objective"].dtype) == "float64"
     assert sweep.runs["objective"].fillna(-1).tolist() == [2.0, -1.0, 0.5, -1.0]

@@ -91,7 +91,14 @@ def test_diff(folder: Path, call: Call) -> None:
 
 def test_sweep(folder: Path, call: Call) -> None:
     jobs = read(call(sweep.main, folder / "runs", "--json").expect(0))
-    assert [(job["name"], job["status"]) for job in jobs] == [("0", "done"), ("1", "done")]
+    assert [(job["name"], job["status"], job["warnings"] > 0) for job in jobs] == [
+        ("0", "done", True),
+        ("1", "done", False),
+    ]
+    runs = instrument.load(folder / "runs")
+    assert runs.runs["warnings"].tolist() == [job["warnings"] for job in jobs]
+    counts = [int((run.events.severity == "warning").sum()) for run in map(instrument.load, runs.folders)]
+    assert runs.runs["warnings"].tolist() == counts
     assert "optimizer.lr=1e30" in jobs[0]["overrides"] or "optimizer.lr=1e+30" in jobs[0]["overrides"]
     with pytest.raises(SystemExit, match="2"):
         sweep.main([str(folder / "runs"), "--rerun", "--json"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +138,21 @@ def test_entry_points_with_the_same_name_are_reported(installed: Install, shapes
     assert f"shape {second!r} is registered already" in text
     assert "package two 1.2" in text
     assert ("package one 1.2" if second == "square" else f"{__file__}:") in text
+
+
+def test_registry_is_complete_for_a_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, resumed = threading.Event(), threading.Event()
+    registry: Registry[Any] = Registry("shapes", "shape", folder="threaded_shapes")
+    monkeypatch.setattr(sys, "registry_of_test", (registry, begun, resumed), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "threaded_shapes").mkdir()
+    (tmp_path / "threaded_shapes" / "__init__.py").touch()
+    module = "import sys\nregistry, begun, resumed = sys.registry_of_test\nbegun.set()\nresumed.wait(60)\nregistry.register('disc')(dict)\n"
+    (tmp_path / "threaded_shapes" / "disc.py").write_text(module)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(list, registry)
+        assert begun.wait(60)
+        second = threads.submit(list, registry)
+        wait([second], timeout=0.2)  # it must not end before the module is imported
+        resumed.set()
+        assert first.result(60) == second.result(60) == ["disc"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import warnings
@@ -253,6 +254,17 @@ def test_full_coverage_gives_no_warning() -> None:
     assert counts(probe) == [(1, 1)]
 
 
+def test_loss_that_is_not_finite_is_reported_without_hooks(tmp_path: Path) -> None:
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="loss not finite: at step 1: nan, 1 before"),
+        pytest.warns(instrument.InstrumentWarning, match="specs contains no hook"),
+        instrument.attach(nn.Linear(2, 2), {}, out=tmp_path / "run") as probe,
+    ):
+        for loss in (1.0, math.nan, math.nan):
+            probe.end_step(loss=loss)
+    assert instrument.load(tmp_path / "run").runs["warnings"].tolist() == [1]
+
+
 def test_overwrite_replaces_the_run_in_out(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     spec = {"seen": record("forward")}
@@ -288,6 +300,23 @@ def test_specs_without_hooks_cause_a_warning(specs: Any) -> None:
         probe.end_step(loss=1.0)
     assert [warning.filename for warning in caught] == [__file__]
     assert probe.metrics.loss.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("key", "similar"), [("rule", "rules"), ("hook", "hooks")])
+def test_unknown_key_next_to_hooks_is_refused(key: str, similar: str, tmp_path: Path) -> None:
+    (tmp_path / "hooks.yaml").write_text(
+        "hooks: {seen: {layers: '**', kind: forward, action: record}}\n" + key + ": {}\n"
+    )
+    message = refused(nn.Linear(2, 2), tmp_path / "hooks.yaml")
+    assert message.startswith(f"{key}: unknown key next to 'hooks'")
+    assert similar in message.partition("similar")[2]
+
+
+def test_unknown_argument_is_reported_with_the_parameters() -> None:
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'hooks'; the parameters are model, specs, optimizer,"
+    ):
+        instrument.attach(nn.Linear(2, 2), hooks=[])  # type: ignore[call-arg]
 
 
 def test_error_is_not_preceded_by_the_warning_about_missing_hooks(recwarn: pytest.WarningsRecorder) -> None:

@@ -60,6 +60,7 @@ def problem_of(**fields: Any) -> Problem:
         ({"types": "Conv2d", "exclude": "encoder.0.**"}, ["encoder.1.0"]),
         ({"types": "ReLU", "exclude": "decoder.1"}, ["encoder.1.2"]),
         ({"layers": r"re:encoder\.\d\.0"}, ["encoder.0.0", "encoder.1.0"]),
+        ({"types": ["ReLU", "*LlamaMLP"]}, ["encoder.0.2", "encoder.1.2"]),
         ({"types": ["ReLU", "GELU"]}, ["encoder.0.2", "encoder.1.2"]),
     ],
 )
@@ -78,6 +79,8 @@ def test_selection_lists_layers_once_in_model_order(fields: dict[str, Any], name
         ({"types": ["Lin?r", "*Attn*"]}, "hooks.mine.types", "none of the 12 modules", "Linear"),
         ({"types": "Conv2D"}, "hooks.mine.types", "none of the 12 modules", "Conv2d"),
         ({"types": "Liner"}, "hooks.mine.types", "none of the 12 modules", "Linear"),
+        ({"types": ["Linear", "Conv2D"]}, "hooks.mine.types", "neither the model nor", "Conv2d"),
+        ({"types": ["Linear", "MyCnv"]}, "hooks.mine.types", "neither the model nor", "MyConv"),
         ({"layers": "decoder.*", "types": "Conv2d"}, "hooks.mine.types", "none of the 2 modules", ""),
         ({"layers": "encoder.*", "exclude": "encoder.**"}, "hooks.mine.exclude", "excludes all 2 modules", ""),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import Probe
-from instrument.tables.reasons import MOVED, REPLACED
+from instrument.tables.reasons import MOVED, MOVED_TOGETHER, REPLACED
 
 KINDS = ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
 GRADIENTS = {kind: keep(kind, "0", params="weight") for kind in KINDS}
@@ -129,6 +129,22 @@ def test_replaced_module_is_reported() -> None:
     assert (coverage["1"]["fired"], coverage["1"]["expected"]) == (1, 3)
     assert "not called" in coverage["1"]["cause"] or "replaced" in coverage["1"]["cause"]
     assert coverage["0"]["fired"] == 3
+
+
+def test_modules_that_move_together_are_reported_once() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)])
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="moved"),
+        instrument.attach(model, {"seen": {"layers": "*", "kind": "forward", "action": "record"}}) as probe,
+    ):
+        for step in range(3):
+            if step == 1:
+                model.insert(0, nn.Identity())
+            model(torch.ones(1, 2))
+            probe.end_step()
+    messages = probe.events.query("rule == 'replaced'").message.tolist()
+    assert messages == [f"6 modules with hooks, 0 to 5: {MOVED_TOGETHER.format(1)}"]
+    assert probe.stats["layer"].value_counts().to_dict() == dict.fromkeys("012345", 3)
 
 
 def test_moved_module_is_reported_and_recorded_until_it_is_removed() -> None:

@@ -667,3 +667,9 @@ def test_specs_of_rules_can_be_pickled() -> None:
     assert pickle.loads(content) == rules
     program = f"import pickle; print(pickle.loads({content!r})['loss_spike'].factor)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "7.0\n"
+
+
+def test_overtraining_does_not_fire_on_noise() -> None:
+    random = np.random.default_rng(0)
+    series = [1.0 + random.normal(0.0, 0.05, random.integers(50, 500)) for _ in range(100)]
+    assert sum(bool(fired("overtraining", evaluated([1.0] * len(each), [*each]))) for each in series) <= 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import tracemalloc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -1328,3 +1330,29 @@ def test_scripted_and_transformed_losses_work() -> None:
         probe.end_step()
     assert violations(probe) == []
     assert not any("failed" in row["text"] for row in probe.relations.to_dict("records"))
+
+
+def test_threads_that_train_a_model_each_have_their_own_relations() -> None:
+    barrier = threading.Barrier(2, timeout=60)  # each thread calls its losses while the other one is attached
+    hooks = {"outputs": {"layers": ".", "kind": "forward", "action": "record"}}
+
+    def train(micro_steps: int, wait: Callable[[], Any] = barrier.wait) -> list[tuple[str, Any]]:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+            for _ in range(3):
+                wait()
+                for _ in range(micro_steps):
+                    F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+                wait()
+                optimizer.step()
+                optimizer.zero_grad()
+                probe.end_step()
+        return [
+            (row["relation"], row["value"]) for name in ("double_softmax", "counts") for row in rows_of(probe, name)
+        ]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(train, (1, 3))]
+    assert found == [train(1, int), train(3, int)]
+    assert [rows[0] for rows in found] == [("double_softmax", 1), ("double_softmax", 3)]
