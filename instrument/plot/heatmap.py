@@ -17,6 +17,7 @@ from .plot_function import check_columns, plot, series_with, table_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAX_STEPS = 200  # maximum number of columns
 WIDTH = 6.0  # width of the chart without labels, in inches
 
 
@@ -29,10 +30,11 @@ def heatmap(
     kind: str | None = None,
     role: str | None = None,
     phase: str | None = None,
-    most_steps: int = 200,
     **look: Unpack[Look],
 ) -> Figure:
     """Plot a statistic as a heat map: layers from top to bottom in forward order, steps from left to right.
+
+    If more than 200 steps were recorded, neighboring steps share a column, and the axis label says so.
 
     Args:
         run: A run, or rows of its stats table. The layers of a DataFrame are ordered by their recorded outputs, or by
@@ -42,8 +44,6 @@ def heatmap(
         kind: Kind of the hook, such as `forward`.
         role: Role of the tensor, such as `output`.
         phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
-        most_steps: Maximum number of columns. If more steps were recorded, neighboring steps share a column, and the
-            axis label says so.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Raises:
@@ -54,7 +54,7 @@ def heatmap(
     rows = series.of(stats)
     name = statistic or series.shown_first(statistics_in(rows))
     counted = [count for count in series.problem_counts if count in rows]
-    tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
+    tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), MAX_STEPS)
     table = tables[name]
     height = draw.height_of(len(table.locations))
     charts = draw.new_charts(WIDTH + draw.width_of(table.locations) + 1.2, height + 1.1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MAX_STEPS = 200  # maximum number of columns
 WIDTH, HEIGHT = 7.0, 3.8  # size of the chart without labels, in inches
 LINE = 5  # color of quantiles
 STYLES = ("--", ":", "-.")  # line styles of pairs of quantiles, starting with the innermost pair
@@ -32,20 +33,17 @@ def histogram_over_time(
     kind: str | None = None,
     role: str | None = None,
     phase: str | None = None,
-    most_steps: int = 200,
     **look: Unpack[Look],
 ) -> Figure:
     """Plot the histograms of one location over the steps, with its quantiles as lines.
 
     Each column is one step, with the recorded bins. The color is the fraction of the finite elements of the step in the
-    bin. If a module is called several times in a step, the first call is shown.
+    bin. If a module is called several times in a step, the first call is shown. Of more than 200 steps, evenly spaced ones are shown.
 
     Args:
         run: A run, or rows of its distributions table.
         layer: A layer or a parameter: `encoder.0`, `encoder.0.weight`.
         hook, kind, role, phase: Select the recorded series; see `heatmap`.
-        most_steps: Maximum number of columns. If more steps were recorded, evenly spaced steps are shown, and the axis
-            label says so.
         look: Width, labels and axes of the figure, and scale of the fractions; see `instrument.plot.Look`.
 
     Raises:
@@ -54,7 +52,7 @@ def histogram_over_time(
     frame = table_of(run, "distributions")
     series, location, rows = select_location(frame, layer, hook=hook, kind=kind, role=role, phase=phase)
     once = rows.drop_duplicates("step")
-    shown = once.iloc[evenly_spaced(len(once), most_steps)]
+    shown = once.iloc[evenly_spaced(len(once), MAX_STEPS)]
     charts = new_charts(WIDTH + 1.5, height_or(HEIGHT) + 1.0)
     axes = charts[0, 0]
     axes.grid(False)

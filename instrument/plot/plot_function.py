@@ -77,8 +77,6 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
                 similar = similar_names(unknown[0], [*own, *CHECKS])
                 raise InstrumentError(Problem(unknown[0], f"{function.__name__} has no such argument", similar=similar))
             _check(look, function.__name__, refused)
-            if not isinstance(most := kwargs.get("most_steps", 1), int) or most < 1:
-                raise InstrumentError(Problem("most_steps", "must be an integer that is at least 1", repr(most)))
             with style():
                 token = CURRENT.set(Current(look))
                 try:
