@@ -49,18 +49,6 @@ ELSEWHERE = {
     "dump_path": "pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach",
     "rank": "each process is recorded; select rows by the column 'rank'",
     "enable_dataloader": "set train.steps to end the run after the last recorded step",
-    "async_dump": "no setting: values on a device are always copied asynchronously",
-    "precision": "no setting: statistics are always accurate to 1e-5",
-    "extra_info": "no counterpart for call stacks; the table 'layers' has the structure of the model",
-    "risk_level": "no counterpart: all functions are recorded; select them with 'functions'",
-    "dump_enable": "no counterpart for a switch during the run; set 'start' and 'stop' of the hooks",
-}
-OF_TASKS = {
-    "file_format": "no setting: tensors are written to Parquet",
-    "device": "no setting: statistics are computed on the device of the tensor",
-    "bench_path": "no counterpart: tensors are not compared with another run during training",
-    "diff_nums": "no counterpart: tensors are not compared with another run during training",
-    "overflow_nums": "no counterpart: the first non-finite value is reported, all are recorded, and training continues",
 }
 
 
@@ -106,7 +94,6 @@ def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str,
         options.left.clear()
         options.experiment.note("task", f"no counterpart for {task!r}")
         return
-    options.note_given(OF_TASKS)
     if level not in ("L0", "L1", "mix"):
         options.left.clear()
         message = f"no counterpart for {level!r}: modules (L0) and functions (L1) can be recorded, kernels cannot"
