@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import cache
 from numbers import Real
 from pkgutil import resolve_name
@@ -34,7 +33,6 @@ from ..tables.statistics import (
     UNITS,
     WEIGHT,
     Sum,
-    statistic_of,
 )
 from ..values.dtensor import complete_along
 from ..values.sparse import is_sparse
@@ -55,11 +53,8 @@ class Measurement:
         custom = spec.custom_statistics
         # The functions of custom statistics, by the names of their columns.
         self.custom = {each.column: custom_function(each, f"hooks.{spec.name}.stats", "tensor") for each in custom}
-        self._select(spec.statistics)
-
-    def _select(self, statistics: tuple[str, ...]) -> None:
-        self.statistics = statistics  # the names of the built-in ones, in the order of the columns
-        self.needs = needs_of(statistics)  # the sums that they need in addition to those that every tensor has
+        self.statistics = spec.statistics  # the names of the built-in ones, in the order of the columns
+        self.needs = needs_of(spec.statistics)  # the sums that they need in addition to those that every tensor has
 
     @property
     def further(self) -> int:
@@ -76,17 +71,6 @@ class Measurement:
     def names(self) -> tuple[str, ...]:
         """The names of all statistics, custom ones last."""
         return (*self.statistics, *self.custom)
-
-    @property
-    def expensive(self) -> tuple[str, ...]:
-        """The statistics that cost more than the others, the most expensive ones first."""
-        return (*self.custom, *reversed([name for name in self.statistics if statistic_of(name).needs]))
-
-    def without(self, name: str) -> Measurement:
-        reduced = copy(self)
-        reduced._select(tuple(other for other in self.statistics if other != name))
-        reduced.custom = {other: function for other, function in self.custom.items() if other != name}
-        return reduced
 
     def __call__(
         self, tensor: Tensor, context: Context, memory: Tensor | None = None, cast_of: CastOf | None = None

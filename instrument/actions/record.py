@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +31,6 @@ def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
     return part
 
 
-def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, Measure]]:
-    """Return what computes the rows of the tables with a field that is set, and the number of dimensions that it needs."""
-    given = ((TABLES[name], values) for name, values in fields.items() if values)
-    return {table.name: (table.least_dimensions, resolve_name(table.measured_by)(**values)) for table, values in given}
-
-
 class Record(Action):
     """The record action of a spec."""
 
@@ -46,29 +38,13 @@ class Record(Action):
         self.spec = spec
         self.rows = rows
         self.measurement = Measurement(spec)
-        self._fields: dict[str, dict[str, Any]] = spec.tables
-        self.tables = _measures(self._fields)  # what computes the rows of further tables, by table
-        self.keeps_tensors = spec.tensors
+        requested = ((TABLES[name], values) for name, values in spec.tables.items())
+        # By table, the number of dimensions that its rows need, and what computes them.
+        self.tables: dict[str, tuple[int, Measure]] = {
+            table.name: (table.least_dimensions, resolve_name(table.measured_by)(**values))
+            for table, values in requested
+        }
         self.dtype: torch.dtype | None = None if spec.dtype is None else getattr(torch, spec.dtype)
-
-    def without_most_expensive(self) -> tuple[Record, str] | None:
-        """Return a copy without the most expensive part, and its name; None if no expensive part is left."""
-        reduced = copy(self)
-        if self.keeps_tensors:
-            reduced.keeps_tensors = False
-            return reduced, "tensors"
-        for table, fields in reversed(self._fields.items()):
-            for name in reversed(fields):
-                reduced._fields = {**self._fields, table: {other: fields[other] for other in fields if other != name}}
-                reduced.tables = _measures(reduced._fields)
-                return reduced, name
-        measurement = self.measurement
-        for expensive in measurement.expensive:
-            reduced.measurement = measurement.without(expensive)
-            if set(reduced.measurement.names) <= set(COUNTS):
-                break  # nothing of what was asked for would be left
-            return reduced, expensive
-        return None
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         merges = self.rows.merges(context)
@@ -89,7 +65,7 @@ class Record(Action):
         for table, (least_dimensions, measure) in self.tables.items():
             if tensor.dim() >= least_dimensions and (of_call := measure_of_call(measure, tensor, context)) is not None:
                 self.rows.add_row(table, context, of_call, tensor)
-        if self.keeps_tensors:
+        if self.spec.tensors:
             limit = None if isinstance(self.spec.samples, int) else self.spec.max_elements
             if limit is not None and is_sparse(tensor) and tensor.numel() > limit:
                 source_shape, kept = tuple(tensor.shape), first_elements(tensor.detach(), limit)

@@ -180,7 +180,7 @@ def direct_of(attached: AttachedHook) -> Direct | None:
         return None
     is_scaled = attached.is_scaled and clock.amp_scale is not None
     if isinstance(action, Record):
-        is_plain = action.measurement.is_plain and not (action.tables or action.keeps_tensors)
+        is_plain = action.measurement.is_plain and not (action.tables or action.spec.tensors)
         return _recording(attached, action, is_scaled) if is_plain and action.measurement.unit_dim is None else None
     is_change = isinstance(action, Intervention) and isinstance(action.change, Clip | Scale) and not is_scaled
     return _changing(attached, cast(Intervention, action)) if is_change and spec.definition.family == "module" else None

@@ -7,8 +7,7 @@ every second block of four steps. Hooks that run less often cost more each time,
 there are steps of both types.
 
 The time is summed since the last change and checked after a while. If it exceeds the budget, the most expensive sites
-are sampled half as often, one after the other, until their expected cost is within the budget. Sites that already have
-the lowest rate lose parts of their recording: first tensors, then the histogram, quantiles and l1.
+are sampled half as often, one after the other, until their expected cost is within the budget or all have the lowest rate.
 
 Bytes are limited so that they last until the end of the run if its length is known. Otherwise they have to last for
 several times the number of steps so far. Interventions always run.
@@ -21,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..actions.record import Record
 from ..config.experiment import BudgetConfig
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import MAX_FACTOR, HookTimer
@@ -69,7 +67,6 @@ class Budget:
         self._reported_pause = False
         self._increases = 0
         self._baseline_seconds, self._factor = 0.0, 1.0
-        self._dropped_parts: Counter[AttachedHook] = Counter()  # how many parts each site has lost
         self._started_at = time.perf_counter()
         self._counted = 0  # steps since the last change
 
@@ -148,7 +145,6 @@ class Budget:
             "estimated": self.estimated,
             "calibration": None if self._calibration is not None else [self._baseline_seconds, self._factor],
             "firings": [self._firings[attached] + self.timer.firings[attached] for attached in self.record_hooks],
-            "dropped_parts": [self._dropped_parts[attached] for attached in self.record_hooks],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,10 +152,7 @@ class Budget:
         if state["calibration"] is not None:
             self._baseline_seconds, self._factor = state["calibration"]
             self._calibration = None
-        for attached, firings, dropped in zip(self.record_hooks, state["firings"], state["dropped_parts"], strict=True):
-            self._firings[attached] = firings
-            for _ in range(dropped):
-                self._drop_most_expensive_part(attached)
+        self._firings = Counter(dict(zip(self.record_hooks, state["firings"], strict=True)))
 
     def _keep_time(self, allowed: float, elapsed: float) -> bool:
         baseline_seconds = min(self._baseline_seconds * self._counted, self.timer.seconds)
@@ -227,22 +220,7 @@ class Budget:
         changed = [attached for attached in self.record_hooks if attached.subsampling != previous_rates[attached]]
         for attached in changed:
             self._report(f"{reason}: {_name(attached)} is sampled {_rate_text(attached.subsampling)}", attached)
-        if excess > 0:  # no rate can be reduced further
-            for attached in sorted(self.record_hooks, key=lambda attached: -costs[attached]):
-                if part := self._drop_most_expensive_part(attached):
-                    self._report(f"{reason}: {_name(attached)} continues without {part}", attached)
-                    return True
         return bool(changed)
-
-    def _drop_most_expensive_part(self, attached: AttachedHook) -> str | None:
-        """Drop the most expensive part of the recording of a site. Return its name; None if no expensive part is left."""
-        lighter = attached.action.without_most_expensive() if isinstance(attached.action, Record) else None
-        if lighter is None:
-            return None
-        attached.action, part = lighter
-        attached.compose()
-        self._dropped_parts[attached] += 1
-        return part
 
     def summary(self) -> list[str]:
         """Return one line for each hook that was sampled less often."""

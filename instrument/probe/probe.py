@@ -579,7 +579,7 @@ class Probe(OwnedByProcess):
         if self.budget is not None:
             self.budget.set_scheduled(scheduled)
         self.recorder.samples.expects_tensors = any(
-            isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
+            isinstance(attached.action, Record) and attached.action.spec.tensors for attached in scheduled
         )
         self._hooks.refresh()
         self._counts.observe(is_recorded=bool(scheduled and self.rules.specs))

@@ -273,14 +273,6 @@ def test_value_on_a_device_is_read_at_the_end_of_the_step(monkeypatch: pytest.Mo
     assert mixed["mean"].to_list() == pytest.approx(on_host["mean"].to_list())
 
 
-def test_budget_drops_custom_statistics_first() -> None:
-    probe = record({"a": hook("mean", "l1", spread)})
-    action, part = probe.attached_hooks[0].action.without_most_expensive()  # type: ignore[attr-defined]
-    assert part == "spread"
-    assert action.measurement.names == ("numel", "mean", "l1", "nan_count", "inf_count")
-    assert action.measurement.is_plain
-
-
 RUN = ("model=mlp", "data=digits", "data.slice.stop=64", "train.steps=2", "device=cpu", "hydra.run.dir=out")
 
 

@@ -23,12 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
 from instrument.actions.base import Context, StepContext
-from instrument.actions.record import Record, select_part
+from instrument.actions.record import select_part
 from instrument.actions.stages import Selector
 from instrument.config.parse import parse_hooks
 from instrument.hooks.mesh_layout import MeshLayout
 from instrument.plan.hook_plan import make_plan
-from instrument.probe.recorder import Recorder
 from instrument.stats.spectrum import Spectrum
 from instrument.tables.statistics import ALL, COUNTS, DEFAULT, STATISTICS
 from instrument.values.dtensor import NOT_SHARDED, Shards
@@ -98,18 +97,6 @@ def test_distribution_has_only_the_requested_columns(requested: dict[str, Any], 
         row[name] is not None for name in {"low", "high", "counts", "sampled", "levels", "quantiles"} - {*absent}
     )
     assert len(sink.rows["stats"]) == 1
-
-
-def test_most_expensive_output_is_dropped_first() -> None:
-    requested = spec(stats=["mean", "l1"], tensors=True, quantiles=True, histogram=True)
-    action = Record(parse_hooks({"h": requested})["h"], Recorder(instrument.MemorySink()))
-    dropped = []
-    while (lighter := action.without_most_expensive()) is not None:
-        action, left_out = lighter
-        dropped.append(left_out)
-    assert dropped == ["tensors", "histogram", "quantiles", "l1"]
-    assert (action.keeps_tensors, action.tables) == (False, {})
-    assert action.measurement.names == ("numel", "mean", "nan_count", "inf_count")
 
 
 def test_tensors_only_statistics_only_or_both() -> None:

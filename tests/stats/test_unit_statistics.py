@@ -16,7 +16,6 @@ from hypothesis.extra import numpy as npst
 from torch import nn
 
 import instrument
-from instrument.actions.record import Record
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError
 from instrument.stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
@@ -242,18 +241,6 @@ def test_statistic_of_another_role_is_refused() -> None:
 def test_default_is_allowed_in_a_list() -> None:
     spec = parse_hooks({"h": {**RECORD, "stats": ["default", "dead_fraction", "l2"]}})["h"]
     assert spec.statistics == tuple(name for name in ALL if name in (*DEFAULT, "dead_fraction"))
-
-
-def test_budget_never_drops_the_last_output() -> None:
-    class NoRecorder:
-        add_stats = add_row = add_tensor = add_effect = None
-
-    alone = Record(parse_hooks({"h": {**RECORD, "stats": "dead_fraction"}})["h"], NoRecorder())  # type: ignore[arg-type]
-    assert alone.without_most_expensive() is None
-    both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], NoRecorder())  # type: ignore[arg-type]
-    lighter = both.without_most_expensive()
-    assert (lighter[0].measurement.needs, lighter[1]) == ((), "dead_fraction")
-    assert lighter[0].measurement.names == ("numel", "l2", "nan_count", "inf_count")
 
 
 @pytest.mark.parametrize("sparse", [False, True])
