@@ -138,9 +138,10 @@ class GraphHooks:
 
     def trace_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
-        if torch.compiler.is_exporting() and self.refusal:
+        # In graphs of PyTorch 2.10 and 2.11, `torch.compiler.is_exporting()` is always true.
+        if torch.compiler._is_exporting_flag and self.refusal:
             torch._dynamo.graph_break(msg=self.refusal)
-        if torch.compiler.is_exporting() or not self._needs_begin(module):
+        if torch.compiler._is_exporting_flag or not self._needs_begin(module):
             return None
         given = join_arguments(args, kwargs)
         if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
@@ -154,7 +155,7 @@ class GraphHooks:
 
     def trace_after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Call the operators after the forward pass, in traced code. Return the output that replaces this one."""
-        if torch.compiler.is_exporting():
+        if torch.compiler._is_exporting_flag:
             return None
         missing = ""
         given = (*args, *kwargs.values())

@@ -298,7 +298,7 @@ def has_writable(value: Any) -> bool:
     """Return whether a traced value contains a list or dictionary, to which a module can write."""
     if isinstance(value, tuple):
         return any(has_writable(each) for each in value)
-    return isinstance(value, (list, dict)) and bool(tensors_in(value))  # the compiler traces no union
+    return isinstance(value, (list, dict)) and len(tensors_in(value)) > 0  # the compiler traces no union
 
 
 def has_shards(value: Any) -> bool:

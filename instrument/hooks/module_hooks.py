@@ -136,7 +136,7 @@ class ModuleHooks(SuspendableModuleHooks):
             )
         if not self.clock.closed and self.graph.refusal and (is_compiling() or is_tracing()):  # an export
             raise HookError(self.graph.refusal)
-        if torch.compiler.is_exporting():  # the tensors have no values
+        if torch.compiler._is_exporting_flag:  # the tensors have no values
             return None
         if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
@@ -181,7 +181,7 @@ class ModuleHooks(SuspendableModuleHooks):
         if (
             self.clock.closed
             or not self.active
-            or torch.compiler.is_exporting()
+            or torch.compiler._is_exporting_flag
             or is_tracing()
             or current_transform() is not None
         ):

@@ -879,6 +879,7 @@ def test_interfaces_of_pytorch_exist() -> None:
     assert callable(eval_frame.get_eval_frame_callback), "lazy_compiler.exclude_from_graphs"
     assert torch._dynamo.config.skip_nnmodule_hook_guards in (True, False), "compiler._guard_hooks"
     assert hasattr(torch.Tag, "cudagraph_unsafe"), "compiled_operators: CUDA graphs are captured between the operators"
+    assert torch.compiler._is_exporting_flag is False, "compiled_hooks, module_hooks: torch.export runs a hook"
     assert callable(torch.utils._pytree.tree_flatten_with_path), "compiled_operators.traced_call: the paths of tensors"
     marked = torch.compiler.assume_constant_result(lambda: 0)
     assert marked._dynamo_marked_constant, "compiled_operators._traced_call_number: a constant in graphs"
