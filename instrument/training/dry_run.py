@@ -158,6 +158,16 @@ class _CountingSink(ParquetSink):
         self.sizes.append(size)
         return size
 
+    def close(self) -> None:
+        """Convert the journals that the forecast reads, and leave the others: nobody reads the folder as that of a run."""
+        self.end_step(wait=True)
+        self._tensors.stop()
+        for name, writer in self._writers.items():
+            if name == "tensors" or name in TABLES_OF_ROWS:
+                writer.finish_part()
+            writer.release()
+        self._counts.release()
+
 
 class _Profile:
     """Measures the first scheduled step of each hook, repeatedly for about `SECONDS`.
