@@ -159,7 +159,7 @@ class _CountingSink(ParquetSink):
         return size
 
     def close(self) -> None:
-        """Convert the journals that the forecast reads, and leave the others: nobody reads the folder as that of a run."""
+        """Convert the journals that the forecast reads. The folder is not read as that of a run, which has all tables."""
         self.end_step(wait=True)
         self._tensors.stop()
         for name, writer in self._writers.items():
