@@ -64,11 +64,13 @@ settings.register_profile("quick", SAME_EXAMPLES, max_examples=25)
 
 pytest_plugins = ("report_fixtures", "buckets")
 
-# These modules take 10 to 25 seconds each.
+# These modules take 10 to 25 seconds each, or have slow tests that take more than a minute: one that starts last delays the end.
 LONGEST = {
     *("test_browser", "test_cli", "test_conf", "test_distributed_resume", "test_distributed_runs", "test_features"),
-    *("test_fuzz", "test_install", "test_measure", "test_pages", "test_report", "test_report_details", "test_resume"),
-    *("test_run_upload", "test_sweep", "test_trackers", "test_trap_in_place", "test_verification"),
+    *("test_fuzz", "test_healthy_programs", "test_install", "test_large_analyses_page", "test_launchers"),
+    *("test_long_runs", "test_measure", "test_pages", "test_report", "test_report_details", "test_resume"),
+    *("test_run_upload", "test_sweep"),
+    *("test_trackers", "test_training_library_pages", "test_trap_in_place", "test_verification"),
 }
 # What takes seconds to start or to import, and the text of the modules that use it. `make test` runs them in one process.
 EXPENSIVE = {

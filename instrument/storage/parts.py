@@ -207,17 +207,21 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     reading = read_journal(table, journal, exclusive=True)
     if not any(later.covers(part) for later in part_files(folder, table.name)):
         with new_part(folder, table, part, fsync=fsync) as writer:
-            max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
-            batches = (with_positions(table, *each) for each in reading.stacks())
-            for group in grouped(batches, max_rows, ROW_GROUP_BYTES):
-                rows = in_order(table, as_table(table, joined(group).combine_chunks()))
-                writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
+            write_rows(writer, table, (with_positions(table, *each) for each in reading.stacks()))
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
     if reading.problem is None:
         journal.unlink()
     else:
         journal.rename(journal.with_suffix(DAMAGED))
     return reading
+
+
+def write_rows(writer: pq.ParquetWriter, table: Table, batches: Iterator[pa.RecordBatch]) -> None:
+    """Write plain rows with their positions to a part, in row groups."""
+    max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+    for group in grouped(batches, max_rows, ROW_GROUP_BYTES):
+        rows = in_order(table, as_table(table, joined(group).combine_chunks()))
+        writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
 
 
 def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, int]) -> None:

@@ -35,8 +35,8 @@ from ..hooks.clock import HookTimer, overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..storage.blocks import ALIGNMENT
 from ..storage.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES, ParquetSink
-from ..storage.parts import part_files
-from ..storage.table_writer import TableWriter
+from ..storage.parts import Part, new_part, part_files, write_rows
+from ..storage.row_batches import with_positions
 from ..tables.schemas import TABLES, Table
 from ..tables.sink_interface import Row
 from .experiment import Experiment
@@ -157,6 +157,16 @@ class _CountingSink(ParquetSink):
         self.current.tensor_bytes[key[HOOK]].append(size)
         self.sizes.append(size)
         return size
+
+    def close(self) -> None:
+        """Convert the journals that the forecast reads. The folder is not read as that of a run, which has all tables."""
+        self.end_step(wait=True)
+        self._tensors.stop()
+        for name, writer in self._writers.items():
+            if name == "tensors" or name in TABLES_OF_ROWS:
+                writer.finish_part()
+            writer.release()
+        self._counts.release()
 
 
 class _Profile:
@@ -333,10 +343,9 @@ def _bytes_on_disk(
 
 def _size_of_part(table: Table, batch: pa.RecordBatch) -> int:
     with TemporaryDirectory(prefix="instrument-dry-run-") as folder:
-        writer = TableWriter(Path(folder), table, journal_bytes=2**62)
-        writer.append(batch)
-        writer.close()
-        (file,) = part_files(Path(folder), table.name).values()
+        part = Part(0, 0)
+        with new_part(Path(folder), table, part) as writer:
+            write_rows(writer, table, iter([with_positions(table, batch)]))
         sizes: list[int] = batch["size"].fill_null(0).to_pylist() if table.name == "tensors" else []
         of_blocks = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-        return file.stat().st_size + of_blocks
+        return part.file(Path(folder), table.name).stat().st_size + of_blocks

@@ -11,13 +11,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..analysis.config_fields import differing_fields, to_yaml
@@ -202,7 +203,7 @@ def error_of(info: Mapping[str, Any]) -> str | None:
 def read_sweep(folder: Path) -> DictConfig:
     """Read the sweep record of Hydra, from which the jobs are composed. Raise a ConfigError if Hydra wrote no record."""
     try:
-        record = OmegaConf.create(yaml.load((folder / SWEEP_RECORD).read_text(), yaml.CSafeLoader))
+        record = _parsed((folder / SWEEP_RECORD).read_text())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, AssertionError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
@@ -210,6 +211,14 @@ def read_sweep(folder: Path) -> DictConfig:
         message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
         raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
     return record
+
+
+@lru_cache(maxsize=1)
+def _parsed(record: str) -> DictConfig | ListConfig:
+    """Parse the text of a sweep record once for all jobs of a process, because it takes longer than to read the file."""
+    parsed: DictConfig | ListConfig = OmegaConf.create(yaml.load(record, yaml.CSafeLoader))
+    OmegaConf.set_readonly(parsed, True)
+    return parsed
 
 
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
-from waiting import TIMEOUT
+from fork_server import Command
 
 import instrument
 from instrument.storage.remote_folder import SWEEP_RECORD
@@ -22,14 +18,8 @@ Cli = Callable[..., Any]
 
 def run_twice_at_once(*arguments: str) -> list[tuple[int, str]]:
     """Run two processes with the same command line; return their exit codes and errors."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "instrument", *arguments]
-    processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    started = [Command(Path.cwd(), "instrument", arguments, {"OMP_NUM_THREADS": "1"}, name) for name in ("one", "two")]
+    return [(ended.returncode, ended.stderr) for ended in (process.wait() for process in started)]
 
 
 def test_sweep_in_the_folder_of_another_is_refused(cli: Cli) -> None:

@@ -29,9 +29,10 @@ def run_example(cli: Callable[..., Answer]) -> Callable[..., instrument.Run]:
         words = [word for word in shlex.split(command[1]) if word.partition("=")[0] not in overrides]
         answer = cli(*words, *(f"{key}={value}" for key, value in overrides.items()), "hydra.sweep.dir=out")
         assert answer.code == 0, answer.err
-        assert answer.out.splitlines()[-1] == "report      out/report.html"
         sweep = instrument.load("out")
-        assert all((folder / "report.html").exists() for folder in (sweep.path, *sweep.folders))
+        if "report" not in overrides:
+            assert answer.out.splitlines()[-1] == "report      out/report.html"
+            assert all((folder / "report.html").exists() for folder in (sweep.path, *sweep.folders))
         return sweep
 
     return run
@@ -61,7 +62,8 @@ def test_bad_initialization_vanishes_gradients(run_example: Callable[..., instru
 @pytest.mark.parametrize("seed", range(6))
 def test_dying_relu_units(run_example: Callable[..., instrument.Run], seed: int) -> None:
     """Training is chaotic after the first units die: units and steps differ between processors."""
-    calm, dying = (instrument.load(folder) for folder in run_example("dying_relu", seed=str(seed)).folders)
+    others = {"report": "false"} if seed else {}
+    calm, dying = (instrument.load(folder) for folder in run_example("dying_relu", seed=str(seed), **others).folders)
     dead = dying.stats.query("hook == 'units' and layer == 'layers.3.1'").set_index("step")["dead_fraction"]
     assert dead[0] < 0.5
     first = dead.index[dead == 1.0].min()

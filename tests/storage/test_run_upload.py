@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from conftest import run_in
 from run_folders import write_run
 from tiers import tiered
 from training_runs import compose, train_here
-from waiting import TIMEOUT
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
@@ -282,29 +278,6 @@ def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, mon
         assert f"stats/part-000{rank}-000000.parquet" in names(copies[rank].address)
     assert names(copies[0].address) == local(folder)
     assert uploaded == [f"memory:/{tmp_path}/there/run"]
-
-
-@pytest.mark.slow
-def test_distributed_run_uploads_all_parts(workdir: Path, bucket: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "instrument"]
-    done = subprocess.run(
-        [*launcher, *TINY, "train.parallel=ddp", f"sink.remote={bucket}", "hydra.run.dir=out"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"remote      {bucket}/out") == 1
-    uploaded = names(f"{bucket}/out")
-    assert {name for name in uploaded if name.startswith("stats/")} == {
-        f"stats/part-000{rank}-000000.parquet" for rank in (0, 1)
-    }
-    assert uploaded == {name for name in local(Path("out")) if not Path(name).name.startswith(".lock")}
-    run = instrument.load(f"{bucket}/out")
-    assert (run.info["status"], sorted(run.stats["rank"].unique())) == ("done", [0, 1])
-    assert SECRET not in done.stdout + done.stderr
 
 
 def test_ctrl_c_interrupts_the_upload(cli: Cli, remote: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from buckets import SECRET
 from distributed_runs import RUN, run_processes
 from state_comparison import assert_same_tables
 
@@ -23,7 +24,8 @@ def test_separate_folders_give_the_run_of_a_shared_one(tmp_path: Path, bucket: s
     arguments = (*TRAINING, "train.parallel=ddp", OUT)
     done = run_processes(tmp_path, *arguments, f"sink.remote={bucket}", processes=2, machines=True)
     assert done.returncode == 0, done.stderr
-    shared = run_processes(tmp_path / "shared", *arguments, processes=2)
+    loud = [each for each in arguments if each != "quiet=true"]
+    shared = run_processes(tmp_path / "shared", *loud, f"sink.remote={bucket}/shared", processes=2)
     assert shared.returncode == 0, shared.stderr
     run, expected = instrument.load(f"{bucket}/both"), instrument.load(tmp_path / "shared/runs/both")
     assert (run.info["status"], run.info["ranks"], run.info["shared_folder"]) == ("done", 2, False)
@@ -40,6 +42,17 @@ def test_separate_folders_give_the_run_of_a_shared_one(tmp_path: Path, bucket: s
         ]
         assert main([str(folder)]) == 0  # nothing is missing, and the copy of run.json replaces nothing
     assert json.loads(RemoteFolder(f"{bucket}/both", "").read("run.json") or b"").get("rank") is None
+
+    uploaded = set(RemoteFolder(f"{bucket}/shared/both", "").sizes())  # by both processes
+    files = [file.relative_to(expected.path).as_posix() for file in expected.path.rglob("*") if file.is_file()]
+    assert uploaded == {file for file in files if not Path(file).name.startswith(".lock")}
+    assert {name for name in uploaded if name.startswith("stats/")} == {
+        f"stats/part-000{rank}-000000.parquet" for rank in (0, 1)
+    }
+    assert shared.stdout.count(f"remote      {bucket}/shared/both") == 1
+    copy = instrument.load(f"{bucket}/shared/both")
+    assert (copy.info["status"], sorted(copy.stats["rank"].unique())) == ("done", [0, 1])
+    assert SECRET not in shared.stdout + shared.stderr
 
 
 @pytest.mark.slow
