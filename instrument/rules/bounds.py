@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import FloatArray, IndexArray, Locations, Numbers, RowLayout, StepRows
 
-MAX_STEPS, MAX_ROWS = 256, 20_000  # the memory of kept steps is bounded
+MAX_ROWS, LEAST_ROWS = 20_000, 40  # the memory of kept steps is bounded: a step counts as at least some rows
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
@@ -28,60 +27,71 @@ _NO_NUMBERS: Numbers = ((), np.empty((0, 0)))
 
 
 try:
-    from ..stats.native import numbers_within
+    from ..stats.native import KeptSteps
 # Installed without a C compiler.
 except ImportError:
 
-    def numbers_within(  # type: ignore[misc]
-        numbers: FloatArray,
-        bounds: bytes,
-        kept: bytes,
-        limits: bytes,
-        metrics: Mapping[str, Any],
-        names: tuple[str, ...],
-    ) -> bytes | None:
-        """Return the numbers to keep, float64 [kept, rows]; None if any number or metric is outside of its bounds.
+    class KeptSteps:  # type: ignore[no-redef]
+        """Steps with the same rows that are within bounds.
 
         Args:
-            numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
             bounds: float64: for some statistics, the index, a count, as many lowest numbers, and as many highest ones. The count is 1 if
                 all rows have the same.
             kept: The indices of the kept statistics, float64.
             limits: The lowest values of metrics and the highest ones, float64 [2, names].
-            metrics: The metrics; a missing one is within all limits, NaN is not.
-            names: The names of those with limits.
+            names: The names of the metrics with limits, first that of the loss.
+            rows: The number of rows.
         """
-        of_names = zip(map(metrics.get, names), *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
-        if not all(value is None or least <= value <= most for value, least, most in of_names):
-            return None
-        left = np.frombuffer(bounds)
-        while len(left):
-            values, count = numbers[int(left[0])], int(left[1])
-            low, high, left = np.split(left[2:], [count, 2 * count])
-            if ((values < low) | (values > high)).any():
-                return None
-        return numbers[np.frombuffer(kept).astype(np.int64)].tobytes()
+
+        def __init__(self, bounds: bytes, kept: bytes, limits: bytes, names: tuple[str, ...], rows: int) -> None:  # noqa: ARG002
+            self._bounds, self._kept = np.frombuffer(bounds), np.frombuffer(kept).astype(np.int64)
+            self._limits, self._names = np.frombuffer(limits).reshape(2, -1).tolist(), names
+            self._steps: list[FloatArray] = []
+
+        def add(self, numbers: FloatArray, metrics: Mapping[str, Any], is_training: bool) -> bool:
+            """Keep a step if its numbers and metrics are within the bounds. Return whether they are.
+
+            Args:
+                numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
+                metrics: The metrics; a missing one is within all limits, NaN is not.
+                is_training: Whether its loss is kept.
+            """
+            values = [*map(metrics.get, self._names)]
+            limits = zip(values, *self._limits, strict=True)
+            if not all(value is None or least <= value <= most for value, least, most in limits):
+                return False
+            left = self._bounds
+            while len(left):
+                of_rows, count = numbers[int(left[0])], int(left[1])
+                low, high, left = np.split(left[2:], [count, 2 * count])
+                if ((of_rows < low) | (of_rows > high)).any():
+                    return False
+            loss = values[0] if is_training and values else None
+            self._steps.append(np.append(math.nan if loss is None else float(loss), numbers[self._kept]))
+            return True
+
+        def take(self) -> bytes:
+            """Return the kept steps and forget them: float64 of each, the loss, NaN for none, and the kept statistics."""
+            steps, self._steps = self._steps, []
+            return b"".join(step.tobytes() for step in steps)
 
 
-class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout.
+class _QuietRows(NamedTuple):
+    """The steps with the rows of a layout.
 
     Attributes:
-        statistics: The statistics of the numbers, as their indices in `ALL`.
-        bounds, kept: See `numbers_within`.
+        statistics: The statistics of their numbers, as indices in `ALL`.
+        names: The kept statistics.
         layout: The layout.
-        rows: The number of rows.
+        steps: The steps.
+        size: The rows, or the memory of a step without rows as their number.
     """
 
     statistics: Sequence[int]
-    bounds: bytes
-    kept: bytes
+    names: Sequence[str]
     layout: RowLayout
-    rows: int
-
-
-_Kept = tuple[_LayoutBounds, bytes, float | None]
-"""A step: its bounds, the numbers that are kept, and the loss of a training step."""
+    steps: KeptSteps
+    size: int
 
 
 class StepBounds:
@@ -99,9 +109,10 @@ class StepBounds:
         self._names: tuple[str, ...] = ()
         self._limits = b""
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
-        self._of_layout: dict[RowLayout, _LayoutBounds] = {}
-        self._kept: list[_Kept] = []
-        self._rows = 0  # of all kept steps
+        self._of_layout: dict[RowLayout, _QuietRows] = {}
+        self._latest: _QuietRows | None = None  # the rows of the latest kept steps
+        self._kept: list[tuple[_QuietRows, FloatArray]] = []  # those of earlier ones, whose rows are others
+        self._left_rows = MAX_ROWS
 
     def contain(
         self, step: int, phase: str, metrics: Mapping[str, Any], layout: RowLayout, numbers: Numbers | None
@@ -122,22 +133,26 @@ class StepBounds:
                 return False
             numbers = _NO_NUMBERS
         statistics, values = numbers
-        of_layout = self._of_layout.get(layout)
-        if of_layout is None or of_layout[0] is not statistics:
-            of_layout = self._bounds_of(layout, statistics)
-        _, bounds, kept, _, count = of_layout
-        numbers_to_keep = numbers_within(values, bounds, kept, self._limits, metrics, self._names)
-        if numbers_to_keep is None:
+        rows = self._of_layout.get(layout)
+        if rows is None or rows[0] is not statistics:
+            rows = self._rows_of(layout, statistics)
+        if rows is not self._latest:
+            self._end_rows(rows)
+        if not rows[3].add(values, metrics, phase == "train"):
             return False
-        loss = metrics.get("loss") if phase == "train" else None
-        self._kept.append((of_layout, numbers_to_keep, None if loss is None else float(loss)))
         self._left -= 1
-        self._rows += count
-        if len(self._kept) >= MAX_STEPS or self._rows >= MAX_ROWS:
+        self._left_rows -= rows[4]
+        if self._left_rows <= 0:
             self.catch_up()
         return True
 
-    def _bounds_of(self, layout: RowLayout, statistics: Sequence[int]) -> _LayoutBounds:
+    def _end_rows(self, following: _QuietRows | None) -> None:
+        if self._latest is not None and (steps := self._latest.steps.take()):
+            numbers = 1 + len(self._latest.names) * len(self._latest.layout)
+            self._kept.append((self._latest, np.frombuffer(steps).reshape(-1, numbers)))
+        self._latest = following
+
+    def _rows_of(self, layout: RowLayout, statistics: Sequence[int]) -> _QuietRows:
         """Return the bounds of statistics of a layout. Rows of a new location are outside of them."""
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
@@ -151,18 +166,21 @@ class StepBounds:
                 low, high = low[:1], high[:1]
             parts += [[index, len(low)], low, high]
         read = {name for rule in self._resting for name in rule.remembered()}
-        kept = np.array([index for index, statistic in enumerate(statistics) if ALL[statistic] in read], np.float64)
-        packed = np.concatenate([np.empty(0), *parts]).tobytes()
-        bounds = self._of_layout[layout] = _LayoutBounds(statistics, packed, kept.tobytes(), layout, len(layout))
-        return bounds
+        kept = [index for index, statistic in enumerate(statistics) if ALL[statistic] in read]
+        bounds, indices = (np.concatenate([np.empty(0), *each]).tobytes() for each in (parts, [kept]))
+        steps = KeptSteps(bounds, indices, self._limits, self._names, len(layout))
+        names = [ALL[statistics[index]] for index in kept]
+        rows = self._of_layout[layout] = _QuietRows(statistics, names, layout, steps, max(len(layout), LEAST_ROWS))
+        return rows
 
     def catch_up(self) -> None:
         """Pass the kept steps to the rules that have not read them."""
+        self._end_rows(None)
         if self._kept:
-            losses = [loss for *_, loss in self._kept if loss is not None]
-            groups = groupby((each for each in self._kept if each[0].rows), lambda kept: id(kept[0]))
-            steps = QuietSteps(losses, [_table([*kept]) for _, kept in groups])
-            self._kept, self._rows = [], 0
+            tables = [_table(rows, numbers) for rows, numbers in self._kept]
+            losses = [loss for *_, of_steps in tables for loss in of_steps if loss is not None]
+            steps = QuietSteps(losses, [table for table in tables if len(table[0])])
+            self._kept, self._left_rows = [], MAX_ROWS
             for rule in self._resting:
                 rule.remember(steps)
 
@@ -233,17 +251,16 @@ class StepBounds:
 
 
 def _table(
-    kept: Sequence[_Kept],
+    rows: _QuietRows, steps: FloatArray
 ) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
-    statistics, _, indices, layout, rows = kept[0][0]
-    names = [ALL[statistics[int(index)]] for index in np.frombuffer(indices)]
-    values = np.frombuffer(b"".join(numbers for _, numbers, _ in kept)).reshape(len(kept), len(names), rows)
-    losses = [loss for *_, loss in kept]
+    names, count = rows.names, len(rows.layout)
+    values = steps[:, 1:].reshape(len(steps), len(names), count)
+    losses = [None if math.isnan(loss) else loss for loss in steps[:, 0].tolist()]
 
     def column(name: str) -> FloatArray:
-        return values[:, names.index(name)] if name in names else np.full((len(kept), rows), np.nan)
+        return values[:, names.index(name)] if name in names else np.full((len(steps), count), np.nan)
 
-    return layout, column, losses
+    return rows.layout, column, losses
 
 
 def values_of(rows: StepRows) -> Mapping[str, Any]:
