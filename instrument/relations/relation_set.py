@@ -66,7 +66,6 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
         self.due = sys.maxsize  # `check` does nothing at the end of earlier training steps
-        self._last = sys.maxsize  # the last checked step
         self._after_evaluation = -EVERY  # the first step that is checked because of an evaluation
         self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
         self._of_steps: dict[RemovableHandle, Callable[..., None]] = {}  # the hooks of the steps of optimizers
@@ -80,7 +79,6 @@ class RelationSet(InertWhenCopied, StepPostHooks):
             return
         training, step = self.training, self.clock.moment.step
         self._first = step if self._first is None else self._first
-        self._last = step
         wrappers = wrappers_of(training.model) if has_processes() else []
         training.replicated_by = wrappers[0] if wrappers else None
         sources = [source for relation in self._relations.values() for source in relation.sources]
@@ -105,7 +103,6 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         training, checked = self.training, self._first_checked(step)
         is_checked = checked == step
         self.due = step if is_checked or self.reads_fingerprints else checked - 1
-        self._last = step if is_checked else self._last
         self._rests = not (is_checked or has_processes())  # processes may make local steps
         # Compiled code that calls another hook would be compiled again.
         is_idle = self._rests and not has_compiled()
@@ -139,7 +136,8 @@ class RelationSet(InertWhenCopied, StepPostHooks):
     def refresh(self) -> None:
         """Request a check after an evaluation if the last one was many steps ago."""
         step, _, _, phase = self.clock.moment
-        if phase == "eval" and step - self._last >= EVERY:
+        offset = 0 if self._first is None else step - self._first
+        if phase == "eval" and offset > RARE and min(offset % RARE, step - self._after_evaluation) >= EVERY:
             self._after_evaluation = step + 1
             self.due = min(self.due, step)
 

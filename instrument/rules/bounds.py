@@ -19,61 +19,52 @@ from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import FloatArray, IndexArray, Locations, Numbers, RowLayout, StepRows
 
-MAX_ROWS, LEAST_ROWS = 20_000, 40  # the memory of kept steps is bounded: a step counts as at least some rows
+MAX_STEPS, MAX_ROWS = 500, 20_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
 _NO_NUMBERS: Numbers = ((), np.empty((0, 0)))
 
 
+_Rows = tuple[bytes, bytes, bytes, tuple[str, ...], bytearray]
+"""What `keep_step` has to know of the steps with the same rows.
+
+bounds: For some statistics, the index, a count, as many lowest numbers, and as many highest ones, float64. The count is 1 if all rows
+    have the same.
+kept: The indices of the kept statistics, float64.
+limits: The lowest values of metrics and the highest ones, float64 [2, names].
+names: The names of the metrics with limits, first that of the loss.
+steps: The memory of the kept steps, float64: of each, the loss, NaN for none, and the kept statistics of all rows.
+"""
+
 try:
-    from ..stats.native import KeptSteps
+    from ..stats.native import keep_step
 # Installed without a C compiler.
 except ImportError:
 
-    class KeptSteps:  # type: ignore[no-redef]
-        """Steps with the same rows that are within bounds.
+    def keep_step(rows: _Rows, at: int, numbers: FloatArray, metrics: Mapping[str, Any], is_training: bool) -> bool:  # type: ignore[misc]
+        """Keep a step at an index if its numbers and metrics are within the bounds. Return whether they are.
 
         Args:
-            bounds: float64: for some statistics, the index, a count, as many lowest numbers, and as many highest ones. The count is 1 if
-                all rows have the same.
-            kept: The indices of the kept statistics, float64.
-            limits: The lowest values of metrics and the highest ones, float64 [2, names].
-            names: The names of the metrics with limits, first that of the loss.
-            rows: The number of rows.
+            numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
+            metrics: The metrics; a missing one is within all limits, NaN is not.
+            is_training: Whether its loss is kept.
         """
-
-        def __init__(self, bounds: bytes, kept: bytes, limits: bytes, names: tuple[str, ...], rows: int) -> None:  # noqa: ARG002
-            self._bounds, self._kept = np.frombuffer(bounds), np.frombuffer(kept).astype(np.int64)
-            self._limits, self._names = np.frombuffer(limits).reshape(2, -1).tolist(), names
-            self._steps: list[FloatArray] = []
-
-        def add(self, numbers: FloatArray, metrics: Mapping[str, Any], is_training: bool) -> bool:
-            """Keep a step if its numbers and metrics are within the bounds. Return whether they are.
-
-            Args:
-                numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
-                metrics: The metrics; a missing one is within all limits, NaN is not.
-                is_training: Whether its loss is kept.
-            """
-            values = [*map(metrics.get, self._names)]
-            limits = zip(values, *self._limits, strict=True)
-            if not all(value is None or least <= value <= most for value, least, most in limits):
+        bounds, kept, limits, names, steps = rows
+        values = [*map(metrics.get, names)]
+        of_names = zip(values, *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
+        if not all(value is None or least <= value <= most for value, least, most in of_names):
+            return False
+        left = np.frombuffer(bounds)
+        while len(left):
+            of_rows, count = numbers[int(left[0])], int(left[1])
+            low, high, left = np.split(left[2:], [count, 2 * count])
+            if ((of_rows < low) | (of_rows > high)).any():
                 return False
-            left = self._bounds
-            while len(left):
-                of_rows, count = numbers[int(left[0])], int(left[1])
-                low, high, left = np.split(left[2:], [count, 2 * count])
-                if ((of_rows < low) | (of_rows > high)).any():
-                    return False
-            loss = values[0] if is_training and values else None
-            self._steps.append(np.append(math.nan if loss is None else float(loss), numbers[self._kept]))
-            return True
-
-        def take(self) -> bytes:
-            """Return the kept steps and forget them: float64 of each, the loss, NaN for none, and the kept statistics."""
-            steps, self._steps = self._steps, []
-            return b"".join(step.tobytes() for step in steps)
+        loss = values[0] if is_training and values else None
+        step = np.append(math.nan if loss is None else float(loss), numbers[np.frombuffer(kept).astype(np.int64)])
+        np.frombuffer(steps)[at * len(step) :][: len(step)] = step
+        return True
 
 
 class _QuietRows(NamedTuple):
@@ -81,17 +72,30 @@ class _QuietRows(NamedTuple):
 
     Attributes:
         statistics: The statistics of their numbers, as indices in `ALL`.
-        names: The kept statistics.
         layout: The layout.
-        steps: The steps.
-        size: The rows, or the memory of a step without rows as their number.
+        names: The kept statistics.
+        rows: See `keep_step`.
+        limit: The number of steps for which there is memory.
     """
 
     statistics: Sequence[int]
-    names: Sequence[str]
     layout: RowLayout
-    steps: KeptSteps
-    size: int
+    names: Sequence[str]
+    rows: _Rows
+    limit: int
+
+    def table(self, count: int) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
+        """Return the first kept steps as in `QuietSteps`."""
+        names, rows = self.names, len(self.layout)
+        width = 1 + len(names) * rows
+        steps = np.frombuffer(self.rows[-1], count=count * width).reshape(count, width).copy()
+        values = steps[:, 1:].reshape(count, len(names), rows)
+        losses = [None if math.isnan(loss) else loss for loss in steps[:, 0].tolist()]
+
+        def column(name: str) -> FloatArray:
+            return values[:, names.index(name)] if name in names else np.full((count, rows), np.nan)
+
+        return self.layout, column, losses
 
 
 class StepBounds:
@@ -111,8 +115,9 @@ class StepBounds:
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _QuietRows] = {}
         self._latest: _QuietRows | None = None  # the rows of the latest kept steps
-        self._kept: list[tuple[_QuietRows, FloatArray]] = []  # those of earlier ones, whose rows are others
-        self._left_rows = MAX_ROWS
+        self._count = 0  # of these steps
+        self._earlier: list[Any] = []  # the tables of the steps before, which have other rows
+        self._used = 0.0  # the fraction of the memory that they take
 
     def contain(
         self, step: int, phase: str, metrics: Mapping[str, Any], layout: RowLayout, numbers: Numbers | None
@@ -136,21 +141,22 @@ class StepBounds:
         rows = self._of_layout.get(layout)
         if rows is None or rows[0] is not statistics:
             rows = self._rows_of(layout, statistics)
-        if rows is not self._latest:
-            self._end_rows(rows)
-        if not rows[3].add(values, metrics, phase == "train"):
+        if rows is not self._latest or self._count >= rows[4]:
+            self._begin_rows(rows)
+        if not keep_step(rows[3], self._count, values, metrics, phase == "train"):
             return False
         self._left -= 1
-        self._left_rows -= rows[4]
-        if self._left_rows <= 0:
-            self.catch_up()
+        self._count += 1
         return True
 
-    def _end_rows(self, following: _QuietRows | None) -> None:
-        if self._latest is not None and (steps := self._latest.steps.take()):
-            numbers = 1 + len(self._latest.names) * len(self._latest.layout)
-            self._kept.append((self._latest, np.frombuffer(steps).reshape(-1, numbers)))
-        self._latest = following
+    def _begin_rows(self, rows: _QuietRows | None) -> None:
+        """Begin to keep steps with other rows, or to use the memory again."""
+        latest, count, self._latest, self._count = self._latest, self._count, rows, 0
+        if latest is not None and count:
+            self._earlier.append(latest.table(count))
+            self._used += count / latest.limit
+            if self._used >= 1:
+                self.catch_up()
 
     def _rows_of(self, layout: RowLayout, statistics: Sequence[int]) -> _QuietRows:
         """Return the bounds of statistics of a layout. Rows of a new location are outside of them."""
@@ -168,19 +174,21 @@ class StepBounds:
         read = {name for rule in self._resting for name in rule.remembered()}
         kept = [index for index, statistic in enumerate(statistics) if ALL[statistic] in read]
         bounds, indices = (np.concatenate([np.empty(0), *each]).tobytes() for each in (parts, [kept]))
-        steps = KeptSteps(bounds, indices, self._limits, self._names, len(layout))
+        limit = max(1, min(MAX_STEPS, MAX_ROWS // max(1, len(layout))))
+        steps = bytearray(8 * limit * (1 + len(kept) * len(layout)))
         names = [ALL[statistics[index]] for index in kept]
-        rows = self._of_layout[layout] = _QuietRows(statistics, names, layout, steps, max(len(layout), LEAST_ROWS))
+        of_rows = bounds, indices, self._limits, self._names, steps
+        rows = self._of_layout[layout] = _QuietRows(statistics, layout, names, of_rows, limit)
         return rows
 
     def catch_up(self) -> None:
         """Pass the kept steps to the rules that have not read them."""
-        self._end_rows(None)
-        if self._kept:
-            tables = [_table(rows, numbers) for rows, numbers in self._kept]
+        if self._count:
+            self._begin_rows(self._latest)
+        if tables := self._earlier:
             losses = [loss for *_, of_steps in tables for loss in of_steps if loss is not None]
             steps = QuietSteps(losses, [table for table in tables if len(table[0])])
-            self._kept, self._left_rows = [], MAX_ROWS
+            self._earlier, self._used = [], 0.0
             for rule in self._resting:
                 rule.remember(steps)
 
@@ -248,19 +256,6 @@ class StepBounds:
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
         return True
-
-
-def _table(
-    rows: _QuietRows, steps: FloatArray
-) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
-    names, count = rows.names, len(rows.layout)
-    values = steps[:, 1:].reshape(len(steps), len(names), count)
-    losses = [None if math.isnan(loss) else loss for loss in steps[:, 0].tolist()]
-
-    def column(name: str) -> FloatArray:
-        return values[:, names.index(name)] if name in names else np.full((len(steps), count), np.nan)
-
-    return rows.layout, column, losses
 
 
 def values_of(rows: StepRows) -> Mapping[str, Any]:

@@ -498,6 +498,104 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static const double *doubles_of(PyObject *bytes, Py_ssize_t *count) {
+    *count = PyBytes_Size(bytes) / (Py_ssize_t)sizeof(double);
+    return (const double *)PyBytes_AsString(bytes);
+}
+
+/* The numbers of a statistic of all rows; NULL if there is none. */
+static const double *rows_of(const Py_buffer *numbers, double statistic) {
+    if (numbers->ndim != 2 || !(statistic >= 0 && statistic < (double)numbers->shape[0]))
+        return NULL;
+    return (const double *)numbers->buf + (Py_ssize_t)statistic * numbers->shape[1];
+}
+
+/* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, a count, as many lowest numbers, and as
+   many highest ones. The count is 1 if all rows have the same. NaN is within. */
+static int numbers_are_within(const Py_buffer *numbers, PyObject *bounds) {
+    Py_ssize_t left, rows = numbers->ndim == 2 ? numbers->shape[1] : 0;
+    const double *at = doubles_of(bounds, &left), *end = at + left;
+    while (at < end) {
+        const double *x = end - at > 3 ? rows_of(numbers, at[0]) : NULL;
+        const Py_ssize_t count = x && at[1] == 1 ? 1 : rows;
+        const double *low = at + 2, *high = low + count;
+        int outside = 0;
+        if (!x || at[1] != (double)count || end - low < 2 * count)
+            return 0;
+        if (count == 1)
+            for (Py_ssize_t i = 0; i < rows; i++)
+                outside |= (x[i] < *low) | (x[i] > *high);
+        else
+            for (Py_ssize_t i = 0; i < rows; i++)
+                outside |= (x[i] < low[i]) | (x[i] > high[i]);
+        if (outside)
+            return 0;
+        at = high + count;
+    }
+    return 1;
+}
+
+/* Whether the metrics of some names are between their limits, or have no value. NaN is not within. Returns -1 with an exception.
+   The first name is that of the loss. */
+static int metrics_are_within(PyObject *metrics, PyObject *names, PyObject *limits, double *loss) {
+    Py_ssize_t length;
+    const Py_ssize_t count = PyTuple_Size(names);
+    const double *low = doubles_of(limits, &length), *high = low + count;
+    int within = length == 2 * count;
+    for (Py_ssize_t i = 0; within == 1 && i < count; i++) {
+        PyObject *name = PyTuple_GetItem(names, i), *value;
+        if (PyDict_Check(metrics)) {
+            value = PyDict_GetItemWithError(metrics, name);
+            Py_XINCREF(value);
+        } else /* it waits for values on a device */
+            value = PyObject_CallMethod(metrics, "get", "O", name);
+        if (value && value != Py_None) {
+            const double x = PyFloat_AsDouble(value);
+            within = low[i] <= x && x <= high[i];
+            *loss = i ? *loss : x;
+        }
+        Py_XDECREF(value);
+        if (PyErr_Occurred())
+            within = -1;
+    }
+    return within;
+}
+
+/* Writes the loss of a step and some statistics of all rows at an index of steps. Returns -1 with an exception set. */
+static int write_step(const Py_buffer *numbers, PyObject *kept, double loss, PyObject *steps, Py_ssize_t at) {
+    Py_ssize_t count;
+    const double *statistics = doubles_of(kept, &count), *x = statistics;
+    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0, width = 1 + count * rows;
+    double *to = (double *)PyByteArray_AsString(steps) + at * width;
+    if (at < 0 || PyByteArray_Size(steps) / (Py_ssize_t)sizeof loss / width <= at)
+        x = NULL;
+    else
+        *to++ = loss;
+    for (Py_ssize_t i = 0; x && i < count; i++, to += rows)
+        if ((x = rows_of(numbers, statistics[i])))
+            memcpy(to, x, (size_t)rows * sizeof *x);
+    if (!x)
+        PyErr_SetString(PyExc_IndexError, "there is no such statistic or step");
+    return x ? 1 : -1;
+}
+
+static PyObject *keep_step(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    Py_buffer numbers;
+    PyObject *bounds, *kept, *limits, *names, *steps;
+    double loss = NAN;
+    (void)self;
+    if (given != 5 || !PyArg_ParseTuple(args[0], "SSSO!Y", &bounds, &kept, &limits, &PyTuple_Type, &names, &steps))
+        return given == 5 ? NULL : PyErr_Format(PyExc_TypeError, "keep_step takes five arguments");
+    const Py_ssize_t at = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &numbers, PyBUF_C_CONTIGUOUS))
+        return NULL;
+    int within = metrics_are_within(args[3], names, limits, &loss);
+    if (within == 1 && (within = numbers_are_within(&numbers, bounds)))
+        within = write_step(&numbers, kept, args[4] == Py_True ? loss : NAN, steps, at);
+    PyBuffer_Release(&numbers);
+    return within < 0 ? NULL : PyBool_FromLong(within);
+}
+
 /* The operations of a program; see `formulas.py`. */
 enum { COLUMN, CONSTANT, STORE, ADD, SUBTRACT, MULTIPLY, DIVIDE, NEGATE, ABSOLUTE, ROOT, SQUARE, LESS, SELECT, OPERATIONS };
 enum { MAX_OPERATIONS = 512, ROWS = 8 };
@@ -1418,172 +1516,6 @@ static PyType_Spec slab_spec = {
 
 PyTypeObject *slab_type;
 
-/* ---------------------------------------------------------------------------------------------------------------- kept steps */
-
-typedef struct {
-    PyObject_HEAD PyObject *bounds, *kept, *limits, *names; /* bytes of float64 and a tuple; see `KeptSteps` in `bounds.py` */
-    double *steps;                                          /* of each, the loss and the kept numbers */
-    Py_ssize_t rows, width, count, capacity;
-} KeptSteps;
-
-/* The numbers in bytes. */
-static const double *doubles_of(PyObject *bytes, Py_ssize_t *count) {
-    *count = PyBytes_Size(bytes) / (Py_ssize_t)sizeof(double);
-    return (const double *)PyBytes_AsString(bytes);
-}
-
-static int kept_steps_init(KeptSteps *self, PyObject *args, PyObject *kwargs) {
-    PyObject *bounds, *kept, *limits, *names;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "SSSO!n", &bounds, &kept, &limits, &PyTuple_Type, &names, &self->rows))
-        return -1;
-    if (self->names || self->rows < 0) {
-        PyErr_SetString(PyExc_ValueError, "it is initialized once, with 0 or more rows");
-        return -1;
-    }
-    self->bounds = Py_NewRef(bounds);
-    self->kept = Py_NewRef(kept);
-    self->limits = Py_NewRef(limits);
-    self->names = Py_NewRef(names);
-    self->width = 1 + PyBytes_Size(kept) / (Py_ssize_t)sizeof(double) * self->rows;
-    return 0;
-}
-
-static void kept_steps_dealloc(KeptSteps *self) {
-    Py_XDECREF(self->bounds);
-    Py_XDECREF(self->kept);
-    Py_XDECREF(self->limits);
-    Py_XDECREF(self->names);
-    PyMem_Free(self->steps);
-    PyTypeObject *class = Py_TYPE((PyObject *)self);
-    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
-    Py_DECREF(class);
-}
-
-/* The numbers of a statistic of all rows; NULL if there is none. */
-static const double *rows_of(const KeptSteps *self, const Py_buffer *numbers, double statistic) {
-    if (numbers->ndim != 2 || numbers->shape[1] != self->rows || !(statistic >= 0 && statistic < (double)numbers->shape[0]))
-        return NULL;
-    return (const double *)numbers->buf + (Py_ssize_t)statistic * self->rows;
-}
-
-/* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, a count, as many lowest numbers, and as
-   many highest ones. The count is 1 if all rows have the same. NaN is within. */
-static int numbers_are_within(const KeptSteps *self, const Py_buffer *numbers) {
-    Py_ssize_t left;
-    const double *at = doubles_of(self->bounds, &left), *end = at + left;
-    while (at < end) {
-        const double *x = end - at > 3 ? rows_of(self, numbers, at[0]) : NULL;
-        const Py_ssize_t rows = self->rows, count = x && at[1] == 1 ? 1 : rows;
-        const double *low = at + 2, *high = low + count;
-        int outside = 0;
-        if (!x || at[1] != (double)count || end - low < 2 * count)
-            return 0;
-        if (count == 1)
-            for (Py_ssize_t i = 0; i < rows; i++)
-                outside |= (x[i] < *low) | (x[i] > *high);
-        else
-            for (Py_ssize_t i = 0; i < rows; i++)
-                outside |= (x[i] < low[i]) | (x[i] > high[i]);
-        if (outside)
-            return 0;
-        at = high + count;
-    }
-    return 1;
-}
-
-/* Whether the metrics of some names are between their limits, or have no value. NaN is not within. Returns -1 with an exception.
-   The first name is that of the loss. */
-static int metrics_are_within(const KeptSteps *self, PyObject *metrics, double *loss) {
-    Py_ssize_t limits;
-    const Py_ssize_t count = PyTuple_Size(self->names);
-    const double *low = doubles_of(self->limits, &limits), *high = low + count;
-    int within = limits == 2 * count;
-    for (Py_ssize_t i = 0; within == 1 && i < count; i++) {
-        PyObject *name = PyTuple_GetItem(self->names, i), *value;
-        if (PyDict_Check(metrics)) {
-            value = PyDict_GetItemWithError(metrics, name);
-            Py_XINCREF(value);
-        } else /* it waits for values on a device */
-            value = PyObject_CallMethod(metrics, "get", "O", name);
-        if (value && value != Py_None) {
-            const double x = PyFloat_AsDouble(value);
-            within = low[i] <= x && x <= high[i];
-            *loss = i ? *loss : x;
-        }
-        Py_XDECREF(value);
-        if (PyErr_Occurred())
-            within = -1;
-    }
-    return within;
-}
-
-/* Appends a step. Returns -1 with an exception set. */
-static int keep_step(KeptSteps *self, const Py_buffer *numbers, double loss) {
-    Py_ssize_t kept;
-    const double *statistics = doubles_of(self->kept, &kept);
-    if (self->count == self->capacity) {
-        if (!grow((void **)&self->steps, (2 * self->capacity + 8) * self->width * (Py_ssize_t)sizeof loss))
-            return -1;
-        self->capacity = 2 * self->capacity + 8;
-    }
-    double *to = self->steps + self->count * self->width;
-    *to++ = loss;
-    for (Py_ssize_t i = 0; i < kept; i++, to += self->rows) {
-        const double *x = rows_of(self, numbers, statistics[i]);
-        if (!x) {
-            PyErr_SetString(PyExc_IndexError, "there is no such statistic");
-            return -1;
-        }
-        memcpy(to, x, (size_t)self->rows * sizeof *x);
-    }
-    self->count++;
-    return 1;
-}
-
-static PyObject *kept_steps_add(KeptSteps *self, PyObject *const *args, Py_ssize_t given) {
-    Py_buffer numbers;
-    double loss = NAN;
-    if (given != 3 || !self->names) {
-        PyErr_SetString(PyExc_TypeError, "add takes numbers, metrics, and whether the step is of training");
-        return NULL;
-    }
-    if (PyObject_GetBuffer(args[0], &numbers, PyBUF_C_CONTIGUOUS))
-        return NULL;
-    int within = metrics_are_within(self, args[1], &loss);
-    if (within == 1 && numbers_are_within(self, &numbers))
-        within = keep_step(self, &numbers, args[2] == Py_True ? loss : NAN);
-    else if (within == 1)
-        within = 0;
-    PyBuffer_Release(&numbers);
-    return within < 0 ? NULL : PyBool_FromLong(within);
-}
-
-static PyObject *kept_steps_take(KeptSteps *self, PyObject *args) {
-    (void)args;
-    const Py_ssize_t size = self->count * self->width * (Py_ssize_t)sizeof *self->steps;
-    self->count = 0;
-    return PyBytes_FromStringAndSize((const char *)self->steps, size);
-}
-
-static PyMethodDef kept_steps_methods[] = {
-    {"add", (PyCFunction)(void (*)(void))kept_steps_add, METH_FASTCALL, "add(numbers, metrics, is_training) -> bool"},
-    {"take", (PyCFunction)kept_steps_take, METH_NOARGS, "take() -> bytes"},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot kept_steps_slots[] = {
-    {Py_tp_doc, "Steps within bounds."},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, kept_steps_init},
-    {Py_tp_dealloc, kept_steps_dealloc},
-    {Py_tp_methods, kept_steps_methods},
-    {0, NULL},
-};
-
-static PyType_Spec kept_steps_spec = {
-    "instrument.stats.native.KeptSteps", sizeof(KeptSteps), 0, Py_TPFLAGS_DEFAULT, kept_steps_slots};
-
 /* The factor for all values that keeps the width of the range and its inverse finite. */
 static double unit_of(double low, double high) {
     const double width = high - low;
@@ -1658,6 +1590,8 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
     {"evaluate", evaluate, METH_VARARGS, "evaluate(program, numbers, width, results) -> None"},
+    {"keep_step", (PyCFunction)(void (*)(void))keep_step, METH_FASTCALL,
+     "keep_step((bounds, kept, limits, names, steps), at, numbers, metrics, is_training) -> bool"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };
@@ -1670,10 +1604,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     choose_kernels();
     PyObject *created = PyModule_Create(&module);
     slab_type = created ? (PyTypeObject *)PyType_FromSpec(&slab_spec) : NULL;
-    PyObject *kept_steps_type = slab_type ? PyType_FromSpec(&kept_steps_spec) : NULL;
-    if (!kept_steps_type || PyModule_AddObjectRef(created, "Slab", (PyObject *)slab_type) ||
-        PyModule_AddObjectRef(created, "KeptSteps", kept_steps_type) || add_plain_calls(created))
+    if (!slab_type || PyModule_AddObjectRef(created, "Slab", (PyObject *)slab_type) || add_plain_calls(created))
         Py_CLEAR(created);
-    Py_XDECREF(kept_steps_type);
     return created;
 }

@@ -29,6 +29,14 @@ def copy_rows(
     source: int, size: int, row_size: int, destination: int, stride: int, indices: int, sums: int
 ) -> None: ...
 def evaluate(program: bytes, numbers: Any, width: int, results: Any) -> None: ...
+def keep_step(
+    rows: tuple[bytes, bytes, bytes, tuple[str, ...], bytearray],
+    at: int,
+    numbers: Any,
+    metrics: Any,
+    is_training: bool,
+    /,
+) -> bool: ...
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
 def connect_torch(
     transform: Callable[[], object],
@@ -46,11 +54,6 @@ def connect_torch(
     pop_mode: Callable[[], object],
     code: CodeType,
 ) -> None: ...
-
-class KeptSteps:
-    def __init__(self, bounds: bytes, kept: bytes, limits: bytes, names: tuple[str, ...], rows: int, /) -> None: ...
-    def add(self, numbers: Any, metrics: Any, is_training: bool, /) -> bool: ...
-    def take(self) -> bytes: ...
 
 class FiringCounts:
     opportunities: int

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.config.rules import default_rules
-from instrument.rules.bounds import KeptSteps
+from instrument.rules.bounds import keep_step
 from instrument.rules.rule_set import RuleEvent
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
@@ -170,21 +170,24 @@ def test_only_statistics_that_rules_read_later_are_kept() -> None:
     step = Step(rows=[{**GRADIENT, **row}, {**OUTPUT, **row, "module_type": "Linear"}], loss=1.0, lr=0.1)
     feed(rules, [step] * 5, with_numbers=True)
     assert rules.bounds._latest is not None
-    kept = np.frombuffer(rules.bounds._latest.steps.take()).reshape(-1, 3)
-    assert len(kept) >= 3
-    assert (kept == [1.0, 0.02, 0.02]).all()
+    count = rules.bounds._count
+    assert count >= 3
+    steps = np.frombuffer(rules.bounds._latest.rows[-1])[: 3 * count].reshape(count, 3)
+    assert (steps == [1.0, 0.02, 0.02]).all()
 
 
 def within(numbers: Any, parts: list[Any], kept: list[float] = ()) -> list[float] | None:  # type: ignore[assignment]
-    """Return the kept numbers of two equal steps, without their losses; None if they are outside of the bounds."""
+    """Return the kept numbers of a step, the second one of two, without its loss; None if it is outside of the bounds."""
     bounds = np.concatenate([np.empty(0), *parts]).tobytes()
-    steps = KeptSteps(bounds, np.array(kept, np.float64).tobytes(), b"", (), numbers.shape[1])
-    is_within = [steps.add(numbers, {}, True), steps.add(numbers, {}, False)]
-    first, second = np.frombuffer(steps.take()).reshape(2, -1)[:, 1:].tolist() if is_within[0] else (None, None)
-    assert is_within[0] == is_within[1]
-    assert first == pytest.approx(second, abs=0, nan_ok=True)
-    assert steps.take() == b""
-    return first
+    width = 1 + len(kept) * numbers.shape[1]
+    rows = bounds, np.array(kept, np.float64).tobytes(), b"", (), bytearray(16 * width)
+    if not keep_step(rows, 1, numbers, {}, True):
+        return None
+    with pytest.raises((IndexError, ValueError)):
+        keep_step(rows, 2, numbers, {}, True)
+    steps: list[list[float]] = np.frombuffer(rows[-1]).reshape(2, width).tolist()
+    assert steps[0] == [0.0] * width
+    return steps[1][1:]
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), 1.0, -0.1, 2.0])
@@ -208,13 +211,13 @@ def test_kernel_compares_metrics_with_limits_as_python_does(make: Any, value: fl
     metrics = make({"loss": value, "lr": 3.0})
     expected = value is None or 0.0 <= value <= 1.0
     for is_training in (True, False):
-        steps = KeptSteps(b"", b"", limits.tobytes(), ("loss", "lr", "missing"), 0)
-        assert steps.add(np.empty((0, 0)), metrics, is_training) == expected
+        rows = b"", b"", limits.tobytes(), ("loss", "lr", "missing"), bytearray(8)
+        assert keep_step(rows, 0, np.empty((0, 0)), metrics, is_training) == expected
         loss = float("nan") if value is None or not is_training else float(value)
-        assert np.array_equal(np.frombuffer(steps.take()), [loss] * expected, equal_nan=True)
+        assert np.array_equal(np.frombuffer(rows[-1]), [loss if expected else 0.0], equal_nan=True)
 
 
 def test_kernel_refuses_a_metric_that_is_not_a_number() -> None:
-    steps = KeptSteps(b"", b"", np.array([0.0, 1.0]).tobytes(), ("loss",), 0)
+    rows = b"", b"", np.array([0.0, 1.0]).tobytes(), ("loss",), bytearray(8)
     with pytest.raises(TypeError):
-        steps.add(np.empty((0, 0)), {"loss": "1"}, True)
+        keep_step(rows, 0, np.empty((0, 0)), {"loss": "1"}, True)
