@@ -63,7 +63,7 @@ except ImportError:
                 return False
         loss = values[0] if is_training and values else None
         step = np.append(math.nan if loss is None else float(loss), numbers[np.frombuffer(kept).astype(np.int64)])
-        np.frombuffer(steps)[at * len(step) :][: len(step)] = step
+        np.frombuffer(steps).reshape(-1, len(step))[at] = step
         return True
 
 
