@@ -514,7 +514,8 @@ class Probe(OwnedByProcess):
         seconds = time.perf_counter() - self._step_started_at
         row = self._metrics.write(metrics, samples=samples, seconds=seconds)
         self._write_layers()
-        self._write_relations()
+        if self.clock.moment.step >= min(self._relations.due, self._counts.due):
+            self._write_relations()
         self._hooks.end_step(row)
         self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
         step = self.clock.moment.step + 1
@@ -582,6 +583,7 @@ class Probe(OwnedByProcess):
             isinstance(attached.action, Record) and attached.action.spec.tensors for attached in scheduled
         )
         self._hooks.refresh()
+        self._relations.refresh()
         self._counts.observe(is_recorded=bool(scheduled and self.rules.specs))
 
     def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import suppress
 
@@ -36,21 +37,34 @@ class ValueCounts(HookGroup):
         super().__init__((), clock)
         self._counts: Counter[str] = Counter()
         self._buckets: dict[str, list[Tensor]] = {}
+        self._is_recorded = False
+        self.due = sys.maxsize  # `take` does nothing at the end of earlier training steps
 
     def observe(self, *, is_recorded: bool) -> None:
         """Observe the losses of this step and the next ones in the process of rank 0, if hooks record in it."""
+        self._is_recorded = is_recorded and self.clock.moment.phase == "train" and not self.clock.rank
+        self._begin_step(self.clock.moment.step)
+
+    def _begin_step(self, step: int) -> None:
+        """Observe the losses of a step if they are counted in it."""
         self.detach()
-        clock = self.clock
-        if is_recorded and clock.moment.phase == "train" and not (clock.rank or clock.closed):
-            BACKWARDS.add(self._on_backward)
+        self.due = sys.maxsize
+        if self._is_recorded and not self.clock.closed:
+            interval = EVERY << (step // DENSE).bit_length()
+            ahead = 0 if step < FIRST else -step % interval
+            self.due = step + max(0, ahead - 1)
+            if not ahead:
+                BACKWARDS.add(self._on_backward)
 
     def detach(self) -> None:
         BACKWARDS.remove(self._on_backward)
 
     def take(self) -> list[RelationRow]:
         """Return the rows of a training step that ends."""
-        if not self._buckets or self.clock.moment.phase != "train":
+        if self.clock.moment.phase != "train":
             return []
+        if self.clock.moment.step >= self.due:
+            self._begin_step(self.clock.moment.step + 1)
         buckets, self._buckets = self._buckets, {}  # another thread may add to them
         self._counts.clear()
         rows = []
@@ -60,9 +74,7 @@ class ValueCounts(HookGroup):
         return rows
 
     def _on_backward(self, loss: Tensor) -> None:
-        step, _, _, phase = self.clock.moment
-        is_observed = step < FIRST or step % (EVERY << (step // DENSE).bit_length()) == 0
-        if not is_observed or phase != "train" or self.clock.closed or self._counts.total() >= MAX_TENSORS:
+        if self.clock.moment.phase != "train" or self.clock.closed or self._counts.total() >= MAX_TENSORS:
             return
         with suppress(Exception):  # it reads values of any training, and must not end it
             if loss.grad_fn is not None and not is_captured(loss):
@@ -71,7 +83,8 @@ class ValueCounts(HookGroup):
     @torch.no_grad()
     def _add(self, root: Node) -> None:
         nodes = reached([root])
-        known = [node for node in nodes if operator_name(node) in _SAVED] if len(nodes) <= MAX_NODES else []
+        # The class of a node of PyTorch has the name of its operator, and is read faster.
+        known = [node for node in nodes if type(node).__name__ in _SAVED] if len(nodes) <= MAX_NODES else []
         for node in sorted(known, key=lambda node: node._sequence_nr())[: MAX_TENSORS - self._counts.total()]:
             name = f"{operator_name(node)}.{(saved := _SAVED[operator_name(node)])}"
             values = getattr(node, f"_raw_saved_{saved}")

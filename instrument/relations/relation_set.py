@@ -35,10 +35,11 @@ from .observations import (
 )
 from .relation import RELATIONS, Checked, ModelCall, Training
 
-EVERY = 200
-_EARLY = frozenset([*range(5), *(n + k for n in (8, 16, 32, 64, 128) for k in (0, 1))])
-"""Relations are checked in these steps, counted from the start of the training, and then in each step whose number is a multiple of
-`EVERY`, and the one after it, since some compare two successive steps."""
+EVERY, RARE = 200, 1000
+_EARLY = (*range(5), *(n + k for n in (8, 16, 32, 64, 128) for k in (0, 1)))
+"""Relations are checked in these steps, counted from the start of the training. Then they are checked in each step whose number is a
+multiple of `EVERY`, from `RARE` on a multiple of `RARE`, and after evaluations, if `EVERY` steps were not checked: the loop may change the
+mode and the parameters then. The step after each of these is checked too, since some relations compare two successive steps."""
 MAX_ROWS = 20  # rows of a relation that does not hold
 _MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
@@ -64,7 +65,8 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         checked = (name for name in sorted(names) if clock.rank == 0 or RELATIONS[name].on_all_ranks)
         self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
-        self._next = sys.maxsize  # the next checked step after the current one
+        self.due = sys.maxsize  # `check` does nothing at the end of earlier training steps
+        self._after_evaluation = -EVERY  # the first step that is checked because of an evaluation
         self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
         self._of_steps: dict[RemovableHandle, Callable[..., None]] = {}  # the hooks of the steps of optimizers
         self._observed = HookGroup((), clock)  # the hooks of the checked steps
@@ -98,9 +100,9 @@ class RelationSet(InertWhenCopied, StepPostHooks):
 
     def _begin_step(self, step: int) -> None:
         """Begin to observe losses and gradients before the first of several checked steps. End it after the last one."""
-        training, offset = self.training, step - (self._first or 0)
-        is_checked = _is_checked(offset)
-        self._next = step + next(ahead for ahead in range(1, EVERY + 1) if _is_checked(offset + ahead))
+        training, checked = self.training, self._first_checked(step)
+        is_checked = checked == step
+        self.due = step if is_checked or self.reads_fingerprints else checked - 1
         self._rests = not (is_checked or has_processes())  # processes may make local steps
         # Compiled code that calls another hook would be compiled again.
         is_idle = self._rests and not has_compiled()
@@ -121,6 +123,23 @@ class RelationSet(InertWhenCopied, StepPostHooks):
             training.gradients[optimizer] = gradients
             for each in gradients:
                 self._observed.handles += each.attach()
+
+    def _first_checked(self, step: int) -> int:
+        """Return the first checked step from a step on."""
+        offset = step - (self._first or 0)
+        every = EVERY if offset < RARE else RARE
+        after = offset % every
+        regular = next((each for each in _EARLY if each >= offset), offset if after <= 1 else offset + every - after)
+        checked, requested = step + regular - offset, self._after_evaluation
+        return min(checked, max(step, requested)) if step <= requested + 1 else checked
+
+    def refresh(self) -> None:
+        """Request a check after an evaluation if the last one was many steps ago."""
+        step, _, _, phase = self.clock.moment
+        offset = 0 if self._first is None else step - self._first
+        if phase == "eval" and offset > RARE and min(offset % RARE, step - self._after_evaluation) >= EVERY:
+            self._after_evaluation = step + 1
+            self.due = min(self.due, step)
 
     def _end_observation(self) -> None:
         LOSSES.remove(self._on_loss)
@@ -192,7 +211,7 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         step, _, _, phase = self.clock.moment
         is_checked = self.training.is_checked or phase != "train"  # an evaluation may follow any step
         if not (is_checked or self.training.fingerprints):
-            if step + 1 >= self._next:
+            if step >= self.due:
                 self._begin_step(step + 1)
             return ()
         rows: list[RelationRow] = []
@@ -256,7 +275,3 @@ def _do_nothing(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 for _hook in (RelationSet._before_call, RelationSet._before_step, RelationSet.after_step, _do_nothing):
     run_outside_of_graphs(_hook)
-
-
-def _is_checked(offset: int) -> bool:
-    return offset in _EARLY or offset % EVERY <= 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,68 +19,83 @@ from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import FloatArray, IndexArray, Locations, Numbers, RowLayout, StepRows
 
-MAX_STEPS, MAX_ROWS = 256, 20_000  # the memory of kept steps is bounded
+MAX_STEPS, MAX_ROWS = 500, 20_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
 _NO_NUMBERS: Numbers = ((), np.empty((0, 0)))
 
 
+_Rows = tuple[bytes, bytes, bytes, tuple[str, ...], bytearray]
+"""What `keep_step` has to know of the steps with the same rows.
+
+bounds: For some statistics, the index, a count, as many lowest numbers, and as many highest ones, float64. The count is 1 if all rows
+    have the same.
+kept: The indices of the kept statistics, float64.
+limits: The lowest values of metrics and the highest ones, float64 [2, names].
+names: The names of the metrics with limits, first that of the loss.
+steps: The memory of the kept steps, float64: of each, the loss, NaN for none, and the kept statistics of all rows.
+"""
+
 try:
-    from ..stats.native import numbers_within
+    from ..stats.native import keep_step
 # Installed without a C compiler.
 except ImportError:
 
-    def numbers_within(  # type: ignore[misc]
-        numbers: FloatArray,
-        bounds: bytes,
-        kept: bytes,
-        limits: bytes,
-        metrics: Mapping[str, Any],
-        names: tuple[str, ...],
-    ) -> bytes | None:
-        """Return the numbers to keep, float64 [kept, rows]; None if any number or metric is outside of its bounds.
+    def keep_step(rows: _Rows, at: int, numbers: FloatArray, metrics: Mapping[str, Any], is_training: bool) -> bool:  # type: ignore[misc]
+        """Keep a step at an index if its numbers and metrics are within the bounds. Return whether they are.
 
         Args:
             numbers: float64 [statistics, rows]; NaN, a missing value, is within all bounds.
-            bounds: float64: for some statistics, the index, a count, as many lowest numbers, and as many highest ones. The count is 1 if
-                all rows have the same.
-            kept: The indices of the kept statistics, float64.
-            limits: The lowest values of metrics and the highest ones, float64 [2, names].
             metrics: The metrics; a missing one is within all limits, NaN is not.
-            names: The names of those with limits.
+            is_training: Whether its loss is kept.
         """
-        of_names = zip(map(metrics.get, names), *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
+        bounds, kept, limits, names, steps = rows
+        values = [*map(metrics.get, names)]
+        of_names = zip(values, *np.frombuffer(limits).reshape(2, -1).tolist(), strict=True)
         if not all(value is None or least <= value <= most for value, least, most in of_names):
-            return None
+            return False
         left = np.frombuffer(bounds)
         while len(left):
-            values, count = numbers[int(left[0])], int(left[1])
+            of_rows, count = numbers[int(left[0])], int(left[1])
             low, high, left = np.split(left[2:], [count, 2 * count])
-            if ((values < low) | (values > high)).any():
-                return None
-        return numbers[np.frombuffer(kept).astype(np.int64)].tobytes()
+            if ((of_rows < low) | (of_rows > high)).any():
+                return False
+        loss = values[0] if is_training and values else None
+        step = np.append(math.nan if loss is None else float(loss), numbers[np.frombuffer(kept).astype(np.int64)])
+        np.frombuffer(steps).reshape(-1, len(step))[at] = step
+        return True
 
 
-class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout.
+class _QuietRows(NamedTuple):
+    """The steps with the rows of a layout.
 
     Attributes:
-        statistics: The statistics of the numbers, as their indices in `ALL`.
-        bounds, kept: See `numbers_within`.
+        statistics: The statistics of their numbers, as indices in `ALL`.
         layout: The layout.
-        rows: The number of rows.
+        names: The kept statistics.
+        rows: See `keep_step`.
+        limit: The number of steps for which there is memory.
     """
 
     statistics: Sequence[int]
-    bounds: bytes
-    kept: bytes
     layout: RowLayout
-    rows: int
+    names: Sequence[str]
+    rows: _Rows
+    limit: int
 
+    def table(self, count: int) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
+        """Return the first kept steps as in `QuietSteps`."""
+        names, rows = self.names, len(self.layout)
+        width = 1 + len(names) * rows
+        steps = np.frombuffer(self.rows[-1], count=count * width).reshape(count, width).copy()
+        values = steps[:, 1:].reshape(count, len(names), rows)
+        losses = [None if math.isnan(loss) else loss for loss in steps[:, 0].tolist()]
 
-_Kept = tuple[_LayoutBounds, bytes, float | None]
-"""A step: its bounds, the numbers that are kept, and the loss of a training step."""
+        def column(name: str) -> FloatArray:
+            return values[:, names.index(name)] if name in names else np.full((count, rows), np.nan)
+
+        return self.layout, column, losses
 
 
 class StepBounds:
@@ -99,9 +113,11 @@ class StepBounds:
         self._names: tuple[str, ...] = ()
         self._limits = b""
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
-        self._of_layout: dict[RowLayout, _LayoutBounds] = {}
-        self._kept: list[_Kept] = []
-        self._rows = 0  # of all kept steps
+        self._of_layout: dict[RowLayout, _QuietRows] = {}
+        self._latest: _QuietRows | None = None  # the rows of the latest kept steps
+        self._count = 0  # of these steps
+        self._earlier: list[Any] = []  # the tables of the steps before, which have other rows
+        self._used = 0.0  # the fraction of the memory that they take
 
     def contain(
         self, step: int, phase: str, metrics: Mapping[str, Any], layout: RowLayout, numbers: Numbers | None
@@ -122,22 +138,27 @@ class StepBounds:
                 return False
             numbers = _NO_NUMBERS
         statistics, values = numbers
-        of_layout = self._of_layout.get(layout)
-        if of_layout is None or of_layout[0] is not statistics:
-            of_layout = self._bounds_of(layout, statistics)
-        _, bounds, kept, _, count = of_layout
-        numbers_to_keep = numbers_within(values, bounds, kept, self._limits, metrics, self._names)
-        if numbers_to_keep is None:
+        rows = self._of_layout.get(layout)
+        if rows is None or rows[0] is not statistics:
+            rows = self._rows_of(layout, statistics)
+        if rows is not self._latest or self._count >= rows[4]:
+            self._begin_rows(rows)
+        if not keep_step(rows[3], self._count, values, metrics, phase == "train"):
             return False
-        loss = metrics.get("loss") if phase == "train" else None
-        self._kept.append((of_layout, numbers_to_keep, None if loss is None else float(loss)))
         self._left -= 1
-        self._rows += count
-        if len(self._kept) >= MAX_STEPS or self._rows >= MAX_ROWS:
-            self.catch_up()
+        self._count += 1
         return True
 
-    def _bounds_of(self, layout: RowLayout, statistics: Sequence[int]) -> _LayoutBounds:
+    def _begin_rows(self, rows: _QuietRows | None) -> None:
+        """Begin to keep steps with other rows, or to use the memory again."""
+        latest, count, self._latest, self._count = self._latest, self._count, rows, 0
+        if latest is not None and count:
+            self._earlier.append(latest.table(count))
+            self._used += count / latest.limit
+            if self._used >= 1:
+                self.catch_up()
+
+    def _rows_of(self, layout: RowLayout, statistics: Sequence[int]) -> _QuietRows:
         """Return the bounds of statistics of a layout. Rows of a new location are outside of them."""
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
@@ -151,18 +172,23 @@ class StepBounds:
                 low, high = low[:1], high[:1]
             parts += [[index, len(low)], low, high]
         read = {name for rule in self._resting for name in rule.remembered()}
-        kept = np.array([index for index, statistic in enumerate(statistics) if ALL[statistic] in read], np.float64)
-        packed = np.concatenate([np.empty(0), *parts]).tobytes()
-        bounds = self._of_layout[layout] = _LayoutBounds(statistics, packed, kept.tobytes(), layout, len(layout))
-        return bounds
+        kept = [index for index, statistic in enumerate(statistics) if ALL[statistic] in read]
+        bounds, indices = (np.concatenate([np.empty(0), *each]).tobytes() for each in (parts, [kept]))
+        limit = max(1, min(MAX_STEPS, MAX_ROWS // max(1, len(layout))))
+        steps = bytearray(8 * limit * (1 + len(kept) * len(layout)))
+        names = [ALL[statistics[index]] for index in kept]
+        of_rows = bounds, indices, self._limits, self._names, steps
+        rows = self._of_layout[layout] = _QuietRows(statistics, layout, names, of_rows, limit)
+        return rows
 
     def catch_up(self) -> None:
         """Pass the kept steps to the rules that have not read them."""
-        if self._kept:
-            losses = [loss for *_, loss in self._kept if loss is not None]
-            groups = groupby((each for each in self._kept if each[0].rows), lambda kept: id(kept[0]))
-            steps = QuietSteps(losses, [_table([*kept]) for _, kept in groups])
-            self._kept, self._rows = [], 0
+        if self._count:
+            self._begin_rows(self._latest)
+        if tables := self._earlier:
+            losses = [loss for *_, of_steps in tables for loss in of_steps if loss is not None]
+            steps = QuietSteps(losses, [table for table in tables if len(table[0])])
+            self._earlier, self._used = [], 0.0
             for rule in self._resting:
                 rule.remember(steps)
 
@@ -230,20 +256,6 @@ class StepBounds:
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
         return True
-
-
-def _table(
-    kept: Sequence[_Kept],
-) -> tuple[RowLayout, Callable[[str], FloatArray], Sequence[float | None]]:
-    statistics, _, indices, layout, rows = kept[0][0]
-    names = [ALL[statistics[int(index)]] for index in np.frombuffer(indices)]
-    values = np.frombuffer(b"".join(numbers for _, numbers, _ in kept)).reshape(len(kept), len(names), rows)
-    losses = [loss for *_, loss in kept]
-
-    def column(name: str) -> FloatArray:
-        return values[:, names.index(name)] if name in names else np.full((len(kept), rows), np.nan)
-
-    return layout, column, losses
 
 
 def values_of(rows: StepRows) -> Mapping[str, Any]:

@@ -498,6 +498,11 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static const double *doubles_of(PyObject *bytes, Py_ssize_t *count) {
+    *count = PyBytes_Size(bytes) / (Py_ssize_t)sizeof(double);
+    return (const double *)PyBytes_AsString(bytes);
+}
+
 /* The numbers of a statistic of all rows; NULL if there is none. */
 static const double *rows_of(const Py_buffer *numbers, double statistic) {
     if (numbers->ndim != 2 || !(statistic >= 0 && statistic < (double)numbers->shape[0]))
@@ -507,9 +512,9 @@ static const double *rows_of(const Py_buffer *numbers, double statistic) {
 
 /* Whether numbers, float64 [statistics, rows], are within bounds: for some statistics, the index, a count, as many lowest numbers, and as
    many highest ones. The count is 1 if all rows have the same. NaN is within. */
-static int numbers_are_within(const Py_buffer *numbers, const Py_buffer *bounds) {
-    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0;
-    const double *at = bounds->buf, *end = at + bounds->len / (Py_ssize_t)sizeof(double);
+static int numbers_are_within(const Py_buffer *numbers, PyObject *bounds) {
+    Py_ssize_t left, rows = numbers->ndim == 2 ? numbers->shape[1] : 0;
+    const double *at = doubles_of(bounds, &left), *end = at + left;
     while (at < end) {
         const double *x = end - at > 3 ? rows_of(numbers, at[0]) : NULL;
         const Py_ssize_t count = x && at[1] == 1 ? 1 : rows;
@@ -530,27 +535,13 @@ static int numbers_are_within(const Py_buffer *numbers, const Py_buffer *bounds)
     return 1;
 }
 
-/* Some statistics of all rows, as bytes. */
-static PyObject *kept_numbers(const Py_buffer *numbers, const Py_buffer *kept) {
-    const Py_ssize_t count = kept->len / (Py_ssize_t)sizeof(double);
-    const size_t size = numbers->ndim == 2 ? (size_t)numbers->shape[1] * sizeof(double) : 0;
-    PyObject *bytes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)size);
-    for (Py_ssize_t i = 0; bytes && i < count; i++) {
-        const double *x = rows_of(numbers, ((const double *)kept->buf)[i]);
-        if (!x) {
-            PyErr_SetString(PyExc_IndexError, "there is no such statistic");
-            Py_CLEAR(bytes);
-        } else
-            memcpy(PyBytes_AsString(bytes) + i * (Py_ssize_t)size, x, size);
-    }
-    return bytes;
-}
-
-/* Whether the metrics of some names are between their limits, or have no value. NaN is not within. Returns -1 with an exception. */
-static int metrics_are_within(PyObject *metrics, PyObject *names, const Py_buffer *limits) {
+/* Whether the metrics of some names are between their limits, or have no value. NaN is not within. Returns -1 with an exception.
+   The first name is that of the loss. */
+static int metrics_are_within(PyObject *metrics, PyObject *names, PyObject *limits, double *loss) {
+    Py_ssize_t length;
     const Py_ssize_t count = PyTuple_Size(names);
-    const double *low = limits->buf, *high = low + count;
-    int within = limits->len == 2 * count * (Py_ssize_t)sizeof(double);
+    const double *low = doubles_of(limits, &length), *high = low + count;
+    int within = length == 2 * count;
     for (Py_ssize_t i = 0; within == 1 && i < count; i++) {
         PyObject *name = PyTuple_GetItem(names, i), *value;
         if (PyDict_Check(metrics)) {
@@ -561,6 +552,7 @@ static int metrics_are_within(PyObject *metrics, PyObject *names, const Py_buffe
         if (value && value != Py_None) {
             const double x = PyFloat_AsDouble(value);
             within = low[i] <= x && x <= high[i];
+            *loss = i ? *loss : x;
         }
         Py_XDECREF(value);
         if (PyErr_Occurred())
@@ -569,29 +561,39 @@ static int metrics_are_within(PyObject *metrics, PyObject *names, const Py_buffe
     return within;
 }
 
-static PyObject *numbers_within(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    enum { NUMBERS, BOUNDS, KEPT, LIMITS, BUFFERS };
-    Py_buffer buffers[BUFFERS];
-    PyObject *result = NULL;
-    int got = 0, within = -1;
+/* Writes the loss of a step and some statistics of all rows at an index of steps. Returns -1 with an exception set. */
+static int write_step(const Py_buffer *numbers, PyObject *kept, double loss, PyObject *steps, Py_ssize_t at) {
+    Py_ssize_t count;
+    const double *statistics = doubles_of(kept, &count), *x = statistics;
+    const Py_ssize_t rows = numbers->ndim == 2 ? numbers->shape[1] : 0, width = 1 + count * rows;
+    double *to = (double *)PyByteArray_AsString(steps) + at * width;
+    if (at < 0 || PyByteArray_Size(steps) / (Py_ssize_t)sizeof loss / width <= at)
+        x = NULL;
+    else
+        *to++ = loss;
+    for (Py_ssize_t i = 0; x && i < count; i++, to += rows)
+        if ((x = rows_of(numbers, statistics[i])))
+            memcpy(to, x, (size_t)rows * sizeof *x);
+    if (!x)
+        PyErr_SetString(PyExc_IndexError, "there is no such statistic or step");
+    return x ? 1 : -1;
+}
+
+static PyObject *keep_step(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    Py_buffer numbers;
+    PyObject *bounds, *kept, *limits, *names, *steps;
+    double loss = NAN;
     (void)self;
-    if (given != 6 || !PyTuple_Check(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "numbers_within takes numbers, bounds, kept statistics, limits, metrics and a tuple of names");
+    if (given != 5 || !PyArg_ParseTuple(args[0], "SSSO!Y", &bounds, &kept, &limits, &PyTuple_Type, &names, &steps))
+        return given == 5 ? NULL : PyErr_Format(PyExc_TypeError, "keep_step takes five arguments");
+    const Py_ssize_t at = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &numbers, PyBUF_C_CONTIGUOUS))
         return NULL;
-    }
-    while (got < BUFFERS && !PyObject_GetBuffer(args[got], &buffers[got], PyBUF_C_CONTIGUOUS))
-        got++;
-    if (got == BUFFERS)
-        within = metrics_are_within(args[4], args[5], &buffers[LIMITS]);
-    if (within == 1)
-        within = numbers_are_within(&buffers[NUMBERS], &buffers[BOUNDS]);
-    if (within == 1)
-        result = kept_numbers(&buffers[NUMBERS], &buffers[KEPT]);
-    while (got--)
-        PyBuffer_Release(&buffers[got]);
-    if (within)
-        return result;
-    Py_RETURN_NONE;
+    int within = metrics_are_within(args[3], names, limits, &loss);
+    if (within == 1 && (within = numbers_are_within(&numbers, bounds)))
+        within = write_step(&numbers, kept, args[4] == Py_True ? loss : NAN, steps, at);
+    PyBuffer_Release(&numbers);
+    return within < 0 ? NULL : PyBool_FromLong(within);
 }
 
 /* The operations of a program; see `formulas.py`. */
@@ -1588,8 +1590,8 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
     {"evaluate", evaluate, METH_VARARGS, "evaluate(program, numbers, width, results) -> None"},
-    {"numbers_within", (PyCFunction)(void (*)(void))numbers_within, METH_FASTCALL,
-     "numbers_within(numbers, bounds, kept, limits, metrics, names) -> bytes | None"},
+    {"keep_step", (PyCFunction)(void (*)(void))keep_step, METH_FASTCALL,
+     "keep_step((bounds, kept, limits, names, steps), at, numbers, metrics, is_training) -> bool"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -29,9 +29,14 @@ def copy_rows(
     source: int, size: int, row_size: int, destination: int, stride: int, indices: int, sums: int
 ) -> None: ...
 def evaluate(program: bytes, numbers: Any, width: int, results: Any) -> None: ...
-def numbers_within(
-    numbers: Any, bounds: bytes, kept: bytes, limits: bytes, metrics: Any, names: tuple[str, ...], /
-) -> bytes | None: ...
+def keep_step(
+    rows: tuple[bytes, bytes, bytes, tuple[str, ...], bytearray],
+    at: int,
+    numbers: Any,
+    metrics: Any,
+    is_training: bool,
+    /,
+) -> bool: ...
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
 def connect_torch(
     transform: Callable[[], object],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.config.rules import default_rules
-from instrument.rules.bounds import numbers_within
+from instrument.rules.bounds import keep_step
 from instrument.rules.rule_set import RuleEvent
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
@@ -169,12 +169,25 @@ def test_only_statistics_that_rules_read_later_are_kept() -> None:
     row = {"numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02, "std": 1.0}
     step = Step(rows=[{**GRADIENT, **row}, {**OUTPUT, **row, "module_type": "Linear"}], loss=1.0, lr=0.1)
     feed(rules, [step] * 5, with_numbers=True)
-    assert {numbers for _, numbers, _ in rules.bounds._kept} == {np.array([0.02, 0.02]).tobytes()}
+    assert rules.bounds._latest is not None
+    count = rules.bounds._count
+    assert count >= 3
+    steps = np.frombuffer(rules.bounds._latest.rows[-1])[: 3 * count].reshape(count, 3)
+    assert (steps == [1.0, 0.02, 0.02]).all()
 
 
-def within(numbers: Any, parts: list[Any], kept: list[float] = ()) -> bytes | None:  # type: ignore[assignment]
+def within(numbers: Any, parts: list[Any], kept: list[float] = ()) -> list[float] | None:  # type: ignore[assignment]
+    """Return the kept numbers of a step, the second one of two, without its loss; None if it is outside of the bounds."""
     bounds = np.concatenate([np.empty(0), *parts]).tobytes()
-    return numbers_within(numbers, bounds, np.array(kept, np.float64).tobytes(), b"", {}, ())
+    width = 1 + len(kept) * numbers.shape[1]
+    rows = bounds, np.array(kept, np.float64).tobytes(), b"", (), bytearray(16 * width)
+    if not keep_step(rows, 1, numbers, {}, True):
+        return None
+    with pytest.raises(IndexError):
+        keep_step(rows, 2, numbers, {}, True)
+    steps: list[list[float]] = np.frombuffer(rows[-1]).reshape(2, width).tolist()
+    assert steps[0] == [0.0] * width
+    return steps[1][1:]
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), 1.0, -0.1, 2.0])
@@ -182,24 +195,29 @@ def test_kernel_compares_numbers_with_bounds_as_numpy_does(value: float) -> None
     numbers = np.array([[0.0, -1e300], [value, 1.0]])
     low, high = np.array([[0.0, -np.inf], [0.0, 1.0]]), np.array([[0.0, 1.0], [1.0, np.inf]])
     first, second = ([[index, 2], low[index], high[index]] for index in (0, 1))
-    expected = numbers.tobytes() if not ((numbers < low) | (numbers > high)).any() else None
-    assert within(numbers, [*first, *second], [0, 1]) == expected
-    assert within(numbers, first) == b""
-    assert within(numbers, second, [0, 1]) == expected
+    expected = numbers.ravel().tolist() if not ((numbers < low) | (numbers > high)).any() else None
+    assert within(numbers, [*first, *second], [0, 1]) == pytest.approx(expected, abs=0, nan_ok=True)
+    assert within(numbers, first) == []
+    assert within(numbers, second, [0, 1]) == pytest.approx(expected, abs=0, nan_ok=True)
     is_within = not ((numbers[1] < 0.0) | (numbers[1] > 1.0)).any()
-    assert within(numbers, [*first, [1, 1, 0.0, 1.0]], [1]) == (numbers[1].tobytes() if is_within else None)
+    found = within(numbers, [*first, [1, 1, 0.0, 1.0]], [1])
+    assert found == pytest.approx(numbers[1].tolist() if is_within else None, abs=0, nan_ok=True)
 
 
 @pytest.mark.parametrize("make", [dict, MappingProxyType])
 @pytest.mark.parametrize("value", [None, 0.5, 1, True, float("nan"), -0.1, 2.0])
 def test_kernel_compares_metrics_with_limits_as_python_does(make: Any, value: float | None) -> None:
     limits = np.array([[0.0, -np.inf, -np.inf], [1.0, np.inf, 0.0]])
-    metrics = make({"lr": value, "loss": 3.0})
-    expected = b"" if value is None or 0.0 <= value <= 1.0 else None
-    names = ("lr", "loss", "missing")
-    assert numbers_within(np.empty((0, 0)), b"", b"", limits.tobytes(), metrics, names) == expected
+    metrics = make({"loss": value, "lr": 3.0})
+    expected = value is None or 0.0 <= value <= 1.0
+    for is_training in (True, False):
+        rows = b"", b"", limits.tobytes(), ("loss", "lr", "missing"), bytearray(8)
+        assert keep_step(rows, 0, np.empty((0, 0)), metrics, is_training) == expected
+        loss = float("nan") if value is None or not is_training else float(value)
+        assert np.array_equal(np.frombuffer(rows[-1]), [loss if expected else 0.0], equal_nan=True)
 
 
 def test_kernel_refuses_a_metric_that_is_not_a_number() -> None:
+    rows = b"", b"", np.array([0.0, 1.0]).tobytes(), ("loss",), bytearray(8)
     with pytest.raises(TypeError):
-        numbers_within(np.empty((0, 0)), b"", b"", np.array([0.0, 1.0]).tobytes(), {"loss": "1"}, ("loss",))
+        keep_step(rows, 0, np.empty((0, 0)), {"loss": "1"}, True)
