@@ -10,7 +10,15 @@ from torch import nn
 
 import instrument
 from instrument.probe.coverage import coverage_warnings
-from instrument.tables.reasons import FROZEN, NEVER_DUE, NO_ARGUMENTS, NO_GRADIENT, NO_INPUT_GRAPH, NO_OUTPUT_GRAPH
+from instrument.tables.reasons import (
+    FROZEN,
+    NEVER_DUE,
+    NO_ARGUMENTS,
+    NO_GRADIENT,
+    NO_GRADIENT_OF_CALL,
+    NO_INPUT_GRAPH,
+    NO_OUTPUT_GRAPH,
+)
 
 
 def row(layer: str, fired: int, cause: str = "", **cells: Any) -> dict[str, Any]:
@@ -92,6 +100,27 @@ def test_module_that_is_called_without_arguments_has_no_input(kind: str) -> None
     causes = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
     assert causes.pop("parametrizations.weight") == (0, 0, NO_ARGUMENTS)
     assert all(cells == (1, 1, "") for cells in causes.values())
+    assert not probe.warnings
+
+
+@pytest.mark.parametrize("is_unused", [False, True])
+def test_further_call_without_a_gradient_has_no_warning(is_unused: bool) -> None:
+    """DoRA calls its adapters a second time to compute the norm of the weight, which it detaches."""
+
+    class Model(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            first = self.adapter(inputs)
+            return first + self.adapter(inputs).detach() if is_unused else first + self.adapter(inputs)
+
+    model = Model(2, 2)
+    model.adapter = nn.Linear(2, 2)
+    specs = {kind: {"layers": "adapter", "kind": kind, "action": "record"} for kind in ("tensor", "full_backward")}
+    with instrument.attach(model, specs, rules=None) as probe:
+        for _ in range(2):
+            model(torch.ones(3, 2, requires_grad=True)).sum().backward()
+            probe.end_step()
+    expected = (4, 2, NO_GRADIENT_OF_CALL) if is_unused else (4, 4, "")
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [expected] * 2
     assert not probe.warnings
 
 
