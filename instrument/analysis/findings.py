@@ -111,12 +111,12 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
 
 
 def not_trained(run: RunTables) -> Iterator[Finding]:
-    """Yield what the optimizer does not hold: the model, or a new module."""
-    is_of_optimizer = (ds.field("rule") == "optimizer") & (ds.field("severity") == "warning")
-    rows = (
-        row for batch in run.scan("events", ["step", "layer", "message"], is_of_optimizer) for row in batch.to_pylist()
-    )
-    for step, layer, message in dict.fromkeys(tuple(row.values()) for row in rows):  # all ranks write it
+    """Yield what the optimizer does not hold, the model or a new module, unless another event says that it has changed."""
+    columns, of_optimizer = ["step", "layer", "message", "severity"], ds.field("rule") == "optimizer"
+    rows = [row for batch in run.scan("events", columns, of_optimizer) for row in batch.to_pylist()]
+    changed = {row["layer"] for row in rows if row["severity"] == "info"}
+    unheld = (tuple(row.values())[:3] for row in rows if row["severity"] == "warning" and row["layer"] not in changed)
+    for step, layer, message in dict.fromkeys(unheld):  # all ranks write it
         yield Finding("not trained", layer or TRAINING, step, message, "warning", layer=layer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -68,17 +68,29 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
             relations.setdefault((step, phase), []).append(RelationRow(*cells))
     left = sorted({*metrics, *targets, *relations}, key=time_order)
     no_rows: _Rows = ([], {})
+    located = [rule for rule in rules.rules if isinstance(rule, LocatedRule)]
+    read = {*_COUNTS, *(name for rule in located for name in (*rule.statistics, *rule.further_statistics))}
+    is_listed = all(isinstance(rule, CatalogueRule) for rule in rules.rules)
+    if not is_listed:  # custom rules can read any
+        read |= {*ALL, *run.custom_statistics}
 
     def rows_of(moment: Moment, stats: _Rows) -> StepRows:
         sites, columns = stats
         missing = np.full(len(sites), np.nan)
         layout = rules.layout(sites, moment[1], lambda site: site)
         others = metrics.get(moment), targets.get(moment)
-        found = relations.get(moment, ())
-        return StepRows(*moment, layout, lambda name: columns.get(name, missing), *others, relations=found)
+
+        def statistic(name: str) -> FloatArray:
+            if is_listed and name not in read:
+                raise LookupError(
+                    f"neither statistics nor further_statistics of its class names {name!r}, which it reads"
+                )
+            return columns.get(name, missing)
+
+        return StepRows(*moment, layout, statistic, *others, relations=relations.get(moment, ()))
 
     position = 0
-    for moment, stats in _statistics(run, rules, condition):
+    for moment, stats in _statistics(run, read, condition):
         while position < len(left) and time_order(left[position]) < time_order(moment):
             yield rows_of(left[position], no_rows)
             position += 1
@@ -88,12 +100,8 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
         yield rows_of(moment, no_rows)
 
 
-def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
-    located = [rule for rule in rules.rules if isinstance(rule, LocatedRule)]
-    read = {name for rule in located for name in (*rule.statistics, *rule.further_statistics)}
-    if not all(isinstance(rule, CatalogueRule) for rule in rules.rules):  # custom rules can read any
-        read |= {*ALL, *run.custom_statistics}
-    columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
+def _statistics(run: RunTables, read: Set[str], condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
+    columns = sorted(read & {*ALL, *run.custom_statistics})
     joined = [_JoinedNumber(run, table, name, condition) for name in read if (table := joined_table(name)) is not None]
     identity = _IDENTITY if joined else ("step", "phase", *RowSite._fields)
     pending: dict[Moment, list[pa.RecordBatch]] = {}

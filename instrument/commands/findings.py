@@ -4,7 +4,7 @@ The decisions are those of the run. A run without rules is checked with the defa
 events of custom rules are taken from the run, since their code is not run.
 
 Exit codes: 0, no rule fires; 1, the run, or a file of it, cannot be read, and no rule fires; 2, the arguments are invalid; 4, a rule
-fires, or the optimizer does not hold the model or a new module.
+fires, or the optimizer does not hold the model or a new module and nothing else changes it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a run to the rule `reference`.
 
 Exit codes: 0, done, or the run stays within the reference; 1, a file of the run cannot be read; 2, the arguments are invalid, or the
 run has nothing in common with the reference; 4, the run leaves the reference, or the optimizer does not hold
-the model or a new module.
+the model or a new module and nothing else changes it.
 """
 
 from __future__ import annotations

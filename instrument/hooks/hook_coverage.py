@@ -9,8 +9,18 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..plan.hook_plan import Site
+from ..runtime.lazy_compiler import has_compiled
 from ..stats.flatten import unreadable
-from ..tables.reasons import FROZEN, NO_GRADIENT, NO_TENSOR, RAISED, REMOVED, REPLACED, default_reason
+from ..tables.reasons import (
+    FROZEN,
+    NO_GRADIENT,
+    NO_GRADIENT_OF_CALL,
+    NO_TENSOR,
+    RAISED,
+    REMOVED,
+    REPLACED,
+    default_reason,
+)
 from .clock import Clock, take
 from .module_calls import Calls
 from .plain_calls import FiringCounts
@@ -124,7 +134,9 @@ class HookCoverage(FiringCounts):
             misses = misses[: opportunities - fired]
             self.reasons.update(misses)
             if more := opportunities - fired - len(misses):
-                unknown = NO_GRADIENT if self.site.spec.definition.gradient else NO_TENSOR  # in graphs of torch.compile
+                unknown = NO_TENSOR  # in graphs of torch.compile
+                if self.site.spec.definition.gradient:
+                    unknown = NO_GRADIENT_OF_CALL if fired and not has_compiled() else NO_GRADIENT
                 self.reasons[self._refine_reason(unknown)] += more
 
     def _refine_reason(self, reason: str) -> str:

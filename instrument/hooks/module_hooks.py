@@ -21,7 +21,7 @@ from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..stats.cpu_kernel import is_connected
 from ..stats.flatten import unreadable
 from ..stats.portable import float32_or_wider
-from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
+from ..tables.reasons import NO_ARGUMENTS, NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook, act_on_tensors
@@ -236,6 +236,9 @@ class ModuleHooks(SuspendableModuleHooks):
         new, fired, obstacles = act_on_tensors(acting, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
+                if attached.role == "input" and attached.is_record_hook and not value:
+                    attached.count_exempt(NO_ARGUMENTS)
+                    continue
                 attached.opportunities += 1
                 if attached in fired:
                     attached.firings += 1

@@ -31,7 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..stats.flatten import is_wrapped, unreadable
-from ..tables.reasons import NO_INPUT_GRAPH, NO_OUTPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT, WRAPPED
+from ..tables.reasons import NO_ARGUMENTS, NO_INPUT_GRAPH, NO_OUTPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT, WRAPPED
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
 from .attached_hook import AttachedHook, no_gradient_reason
@@ -66,6 +66,7 @@ class CallGradients:
         self.clock = clock
         self.in_place = in_place
         self.has_tensors = False
+        self.has_arguments = True  # whether the call has arguments, if these are gradients of inputs
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
         self.expected_paths: set[str] = set()
@@ -161,6 +162,8 @@ class CallGradients:
                 attached.opportunities += 1
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
                 attached.count_missed_opportunity(reasons[0])
+            elif not self.has_arguments and attached.is_record_hook:
+                attached.count_exempt(NO_ARGUMENTS)
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
                 attached.count_exempt(NO_INPUT_GRAPH)
             else:
@@ -319,6 +322,7 @@ class InputGradients:
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
         contributions = CallGradients(self.contribution_hooks, call, self.clock)
+        totals.has_arguments = contributions.has_arguments = bool(value)
         count_misses = contributions.miss_callback(NO_OUTPUT_GRAPH)
         pending = PendingInputGradients(partial(self._stored_tensors, module), count_misses)
         call.on_output = pending.complete

@@ -27,7 +27,7 @@ from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.lazy_compiler import excluded_method, has_compiled
 from ..tables.reasons import MOVED, MOVED_TOGETHER, OTHER_STEP, REPLACED, SKIPPED_STEP, SWAPPED
 from ..tables.sink_interface import EventWriter
-from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
+from .optimizer_checks import Optimizers, UnheldParameters, flatten_optimizer, given_optimizers, optimizers_of
 from .optimizer_step_watch import StepWatch, WrapperWatch, runs_hooks_twice
 from .phase_watch import PhaseWatch
 
@@ -68,6 +68,7 @@ class HookSet:
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
         self._modules = ModuleWatch(self.model, attached_hooks, optimizers, clock, event)
+        self.unheld = self._modules.unheld
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
@@ -149,6 +150,7 @@ class HookSet:
         if self._step_hooks:
             self._update_step_coverage(row, stepped=stepped)
         self.report_replacements()
+        self.unheld.end_step()
         if self._functions is not None:
             self._functions.mode.leave_all()
 
@@ -172,6 +174,12 @@ class HookSet:
         for group in self._groups:
             if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
                 group.before_step()
+
+    def report_changed(self) -> None:
+        """Write an event for each reported layer, or the model, that has changed although no known optimizer holds it."""
+        for layer in self.unheld.changed():
+            message = f"another optimizer, or the program itself, changed parameters of {layer or 'the model'}"
+            self.event("optimizer", message, severity="info", layer=layer)
 
     def _update_step_coverage(self, row: Mapping[str, float | None], *, stepped: bool) -> None:
         several = len(self.optimizers) > 1  # not all make a step in every step of the loop
@@ -222,6 +230,7 @@ class ModuleWatch(HookGroup):
         self.model = model
         self.optimizers = optimizers
         self.event = event
+        self.unheld = UnheldParameters()
         self._unreported: dict[nn.Module, list[AttachedHook]] = {}
         for attached in attached_hooks:
             self._unreported.setdefault(attached.site.layer.module, []).append(attached)
@@ -287,13 +296,14 @@ class ModuleWatch(HookGroup):
             if new is None or new not in names or held.isdisjoint(known):
                 continue
             known |= held
-            left = [name for name, each in new.named_parameters() if each.requires_grad and id(each) not in known]
+            left = {name: each for name, each in new.named_parameters() if each.requires_grad and id(each) not in known}
             if left:
                 message = (
-                    f"the optimizer does not hold {shorten(left)} of the new module {names[new]}, so its steps do not change "
+                    f"the optimizer does not hold {shorten([*left])} of the new module {names[new]}, so its steps do not change "
                     "them; call optimizer.add_param_group, or replace the module before the optimizer is created"
                 )
                 self.event("optimizer", message, layer=names[new])
+                self.unheld.add(names[new], left.values())
 
 
 class LoadWatch(InertWhenCopied):

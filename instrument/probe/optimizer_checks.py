@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..hooks.optimizer import parameter_ids
 from ..plan.hook_plan import HookPlan
+from ..relations.observations import is_readable, sampled_fingerprint
+from ..values.dtensor import local_shard
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -97,9 +99,38 @@ def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | 
         return None
     which = "the optimizer holds" if len(optimizers) == 1 else "the optimizers hold"
     return (
-        f"{which} none of the model's {len(trainable)} parameters, so the model is not trained; it was created for another "
-        "model, or before the parameters were replaced (fully_shard, to_empty, apply)"
+        f"{which} none of the model's {len(trainable)} parameters: it was created for another model, or before the "
+        "parameters were replaced (fully_shard, to_empty, apply), or it holds copies of them"
     )
+
+
+class UnheldParameters:
+    """Parameters that are reported since no known optimizer holds them. A new optimizer, or the program itself, may change them."""
+
+    def __init__(self) -> None:
+        self._new: list[tuple[str | None, list[Tensor]]] = []
+        self._observed: list[tuple[str | None, list[tuple[Tensor, int | None]]]] = []
+
+    def add(self, layer: str | None, parameters: Iterable[Tensor]) -> None:
+        """Add parameters of a layer; of the model if it is None."""
+        self._new.append((layer, [*parameters]))
+
+    def end_step(self) -> None:
+        """Observe the values of new parameters, which the program may have initialized in this step."""
+        while self._new:
+            layer, parameters = self._new.pop()
+            self._observed.append((layer, [(each, _fingerprint_of(each)) for each in parameters]))
+
+    def changed(self) -> Iterator[str | None]:
+        """Yield the layers of which a parameter has changed since."""
+        for layer, observed in self._observed:
+            if any(_fingerprint_of(each) not in (None, earlier) for each, earlier in observed if earlier is not None):
+                yield layer
+
+
+def _fingerprint_of(parameter: Tensor) -> int | None:
+    shard = local_shard(parameter).detach()
+    return sampled_fingerprint(shard) if is_readable(shard) else None
 
 
 def optimizer_state_names(optimizer: Optimizer) -> frozenset[str] | None:

@@ -203,8 +203,10 @@ class Probe(OwnedByProcess):
                     self._hooks.add(self._losses)
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
+                parameters = self.plan.layers.model.parameters()
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
+                    self._hooks.unheld.add(None, (each for each in parameters if each.requires_grad))
             self._scheduled.advance(self.clock.moment, update_all=True)
             return self
         except BaseException:
@@ -676,6 +678,7 @@ class Probe(OwnedByProcess):
             self.recorder.flush()
             self._report_unfired()
         self._write_layers()
+        self._hooks.report_changed()
         differences = [] if self.ranks is None else self.ranks.differences.values()
         placements = [] if self.clock.layout is None else self.clock.layout.messages()
         for rule, message in (*product(("ranks",), differences), *product(("placement",), placements)):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config.schedule import STEP_PHASES
+from ..errors import HookError
 from ..tables.statistics import ALL
 from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
@@ -105,7 +106,7 @@ class StepBounds:
         self._rules = rules
         self._locations = locations
         self.active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
-        self._resting: list[CatalogueRule[Any]] = []  # the other rules
+        self._resting: dict[str, CatalogueRule[Any]] = {}  # the other rules
         self._left = 0  # for how many further steps the bounds hold
         self._last = 0  # the last step for which they hold
         # Also of the numbers of targets and rows of relations.
@@ -171,7 +172,7 @@ class StepBounds:
             if (low == low[0]).all() and (high == high[0]).all():
                 low, high = low[:1], high[:1]
             parts += [[index, len(low)], low, high]
-        read = {name for rule in self._resting for name in rule.remembered()}
+        read = {name for rule in self._resting.values() for name in rule.remembered()}
         kept = [index for index, statistic in enumerate(statistics) if ALL[statistic] in read]
         bounds, indices = (np.concatenate([np.empty(0), *each]).tobytes() for each in (parts, [kept]))
         limit = max(1, min(MAX_STEPS, MAX_ROWS // max(1, len(layout))))
@@ -182,15 +183,23 @@ class StepBounds:
         return rows
 
     def catch_up(self) -> None:
-        """Pass the kept steps to the rules that have not read them."""
+        """Pass the kept steps to the rules that have not read them.
+
+        Raises:
+            HookError: A rule of an installed package reads a statistic that it does not list in `remembered`.
+        """
         if self._count:
             self._begin_rows(self._latest)
         if tables := self._earlier:
             losses = [loss for *_, of_steps in tables for loss in of_steps if loss is not None]
-            steps = QuietSteps(losses, [table for table in tables if len(table[0])])
             self._earlier, self._used = [], 0.0
-            for rule in self._resting:
-                rule.remember(steps)
+            for name, rule in self._resting.items():
+                read = [
+                    (layout, _listed(column, name, rule), of_steps)
+                    for layout, column, of_steps in tables
+                    if len(layout)
+                ]
+                rule.remember(QuietSteps(losses, read))
 
     def renew(self, rows: StepRows) -> None:
         """Ask the rules for their bounds.
@@ -202,11 +211,11 @@ class StepBounds:
         self._low, self._high = np.full((2, len(self._locations.all) + 1, len(ALL)), [[[-math.inf]], [[math.inf]]])
         self._low[-1] = math.inf
         self._high[:, [ALL.index("nan_count"), ALL.index("inf_count")]] = 0.0
-        self._resting, self._left, self._last = [], sys.maxsize, sys.maxsize
+        self._resting, self._left, self._last = {}, sys.maxsize, sys.maxsize
         active = {}
         for name, rule in self._rules.items():
             if isinstance(rule, CatalogueRule) and self._narrow(rule, rows):
-                self._resting.append(rule)
+                self._resting[name] = rule
             else:
                 active[name] = rule
         if active:
@@ -256,6 +265,18 @@ class StepBounds:
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
         return True
+
+
+def _listed(column: Callable[[str], FloatArray], rule: str, of: CatalogueRule[Any]) -> Callable[[str], FloatArray]:
+    listed = of.remembered()
+
+    def listed_column(name: str) -> FloatArray:
+        if name not in listed:
+            message = f"its method remember reads the statistic {name!r}, but remembered returns only {[*listed]}"
+            raise HookError(f"rules.{rule}: {message}")
+        return column(name)
+
+    return listed_column
 
 
 def values_of(rows: StepRows) -> Mapping[str, Any]:

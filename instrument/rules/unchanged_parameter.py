@@ -40,6 +40,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="un
     advice = "Check that the optimizer holds it with a rate that is not 0, that the loss uses it, and that its gradient is not zero."
     requires = "parameters or updates (kind: step_post) with the statistics mean and l2, such as hooks=parameters"
     statistics = ("mean", "l2")
+    further_statistics = ("zero_fraction",)
 
     def __init__(self, spec: UnchangedParameterRule) -> None:
         super().__init__(spec)

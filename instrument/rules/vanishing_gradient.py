@@ -39,6 +39,7 @@ class VanishingGradient(BoundsFromZeroRule[VanishingGradientRule], name="vanishi
     advice = "Use another initialization or activation function, or add normalization or skip connections."
     requires = "the gradients of parameters with the statistic rms, such as hooks=gradients"
     statistics = ("rms",)
+    further_statistics = ("zero_fraction",)
 
     def __init__(self, spec: VanishingGradientRule) -> None:
         super().__init__(spec)

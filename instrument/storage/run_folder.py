@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, Problem, RankError, SinkError
+from ..errors import ConfigError, Problem, RankError, SinkError, first_line
 from ..fields.pip_extras import DISTRIBUTION, installed_version
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.restarts import store_of_restart
@@ -84,12 +84,19 @@ class RunAnnouncement:
         """Announce on rank 0 that the run has begun, with the content of its run.json."""
         self._store.set(f"{self._run}/begun", json.dumps([socket.gethostname(), record], default=str))
 
-    def receive(self, timeout: float) -> tuple[str, dict[str, Any]] | None:
-        """Return the host of rank 0 and the content of its run.json; None after `timeout` seconds."""
+    def refuse(self, error: BaseException) -> None:
+        """Announce on rank 0 that the run has not begun, with the reason."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"{self._run}/refused", first_line(error) or type(error).__name__)
+
+    def receive(self, timeout: float) -> tuple[str, dict[str, Any]] | str:
+        """Return the host of rank 0 and the content of its run.json, or why it has none after at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self._store.check([f"{self._run}/begun"]):
+            if self._store.check([f"{self._run}/refused"]):
+                return f"rank 0 did not start a run: {self._store.get(f'{self._run}/refused').decode()}"
             if time.monotonic() > deadline:
-                return None
+                return f"rank 0 did not start a run in this folder within {timeout:.0f} seconds"
             time.sleep(0.05)  # unlike `wait` of the store, this ends at Ctrl-C
         host, record = json.loads(self._store.get(f"{self._run}/begun"))
         return host, record
@@ -178,6 +185,8 @@ class RunFolder:
                 self._announcement.send(self.record)
         except BaseException as error:
             self._lock.release()
+            if self._announcement is not None:
+                self._announcement.refuse(error)
             if isinstance(error, ConfigError):  # the new files belong to another run
                 self._snapshot.restore_replaced()
             else:
@@ -310,7 +319,7 @@ class WorkerRunFolder(RunFolder):
         remote: The address to which this process uploads; None if it uploads nothing.
 
     Raises:
-        ConfigError: Rank 0 did not begin a run within 60 seconds, another process has the same rank, or the process shares
+        ConfigError: Rank 0 was refused, or did not begin a run within 60 seconds, another process has the same rank, or the process shares
             neither the folder nor the remote address of rank 0.
     """
 
@@ -319,9 +328,8 @@ class WorkerRunFolder(RunFolder):
         self._lock = FolderLock(path, rank)
         announcement = RunAnnouncement()
         begun = announcement.receive(RANK_0_TIMEOUT)
-        if begun is None:
-            message = f"rank 0 did not start a run in this folder within {RANK_0_TIMEOUT:.0f} seconds"
-            raise ConfigError(Problem(where, message, given=str(path)))
+        if isinstance(begun, str):
+            raise ConfigError(Problem(where, begun, given=str(path)))
         host, record = begun
         check_writable(path, where)
         if not self._lock.acquire():

@@ -43,6 +43,7 @@ OWN_CALL = (
 SCRIPT = "it is a TorchScript module, for which PyTorch calls no hooks: hook the module around it, or its parameters"
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
+NO_ARGUMENTS = "the module is called without arguments, such as a parametrization: it has no input"
 NO_CHANGE = (
     "the first tensor of the output has another shape than the first tensor of the input, or one of them is not a floating-point, "
     "dense tensor: there is no difference of output and input"
@@ -93,6 +94,10 @@ PARTLY_COMPILED = (
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 REPEATED_ARGUMENT = "the module got one tensor as several arguments, and their separate gradients are unknown: {}"
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
+NO_GRADIENT_OF_CALL = (
+    "gradients of other calls in the same step arrived, but the loss does not depend on this call: its result is unused, or is "
+    "detached"
+)
 NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "
     "(it is unused, or used only under torch.no_grad or detach)"
@@ -215,11 +220,13 @@ def _fused(module: Any) -> tuple[str, str] | None:
 def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
-    A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
+    A record of an input or a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
     functions of a hook that other modules call or that is optional, a projection whose attention module the hook matches too, and a
-    hook that waits for a rule.
+    hook that waits for a rule, or a further call of a module on which the loss does not depend.
     """
-    if row["expected"] and row["cause"] not in (ATTENTION_ELSEWHERE, PROJECTION_OF_MATCHED_ATTENTION):
+    elsewhere = (ATTENTION_ELSEWHERE, PROJECTION_OF_MATCHED_ATTENTION, NO_GRADIENT_OF_CALL)
+    if row["expected"] and row["cause"] not in elsewhere:
         return bool(row["fired"] < row["expected"])
-    elsewhere = (ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE, PROJECTION_OF_MATCHED_ATTENTION, NO_OPTIONAL_FUNCTION)
-    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, NOT_TURNED_ON, OTHER_RANKS, *elsewhere)
+    no_input = (NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, NO_ARGUMENTS)
+    others = (ONLY_IN_OTHER_MODULES, NO_OPTIONAL_FUNCTION, NOT_TURNED_ON, OTHER_RANKS)
+    return row["cause"] not in ("", *no_input, *elsewhere, *others)

@@ -47,7 +47,8 @@ def names_of(run: instrument.Run) -> list[str]:
 def test_new_module_without_an_optimizer_is_a_finding(made: Make, capsys: pytest.CaptureFixture[str]) -> None:
     event = {"step": 4, "layer": "head", "rule": "optimizer", "message": "the optimizer does not hold weight"}
     events = [{**event, "severity": "warning", "rank": rank} for rank in range(2)]
-    run = made(events=[*events, {**event, "severity": "info"}])
+    trained = [{**event, "layer": "neck", "severity": severity} for severity in ("warning", "info")]
+    run = made(events=[*events, *trained])
     expected = Finding("not trained", "head", 4, event["message"], "warning", layer="head")
     assert findings(run) == [expected]
     assert main([str(run.path)]) == 4

@@ -10,7 +10,15 @@ from torch import nn
 
 import instrument
 from instrument.probe.coverage import coverage_warnings
-from instrument.tables.reasons import FROZEN, NEVER_DUE, NO_GRADIENT, NO_INPUT_GRAPH, NO_OUTPUT_GRAPH
+from instrument.tables.reasons import (
+    FROZEN,
+    NEVER_DUE,
+    NO_ARGUMENTS,
+    NO_GRADIENT,
+    NO_GRADIENT_OF_CALL,
+    NO_INPUT_GRAPH,
+    NO_OUTPUT_GRAPH,
+)
 
 
 def row(layer: str, fired: int, cause: str = "", **cells: Any) -> dict[str, Any]:
@@ -79,6 +87,41 @@ def test_module_whose_output_requires_no_gradient_is_the_reason() -> None:
             probe.end_step()
     causes = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
     assert causes == {"angles": (2, 0, NO_OUTPUT_GRAPH), "unused": (2, 0, NO_GRADIENT)}
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward", "tensor"])
+def test_module_that_is_called_without_arguments_has_no_input(kind: str) -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    role = "grad_input" if kind == "full_backward" else "input"
+    spec = {"layers": "**", "kind": kind, "role": role, "action": "record"}
+    with instrument.attach(model, {"r": spec}, rules=None) as probe:
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+        probe.end_step()
+    causes = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert causes.pop("parametrizations.weight") == (0, 0, NO_ARGUMENTS)
+    assert all(cells == (1, 1, "") for cells in causes.values())
+    assert not probe.warnings
+
+
+@pytest.mark.parametrize("is_unused", [False, True])
+def test_further_call_without_a_gradient_has_no_warning(is_unused: bool) -> None:
+    """DoRA calls its adapters a second time to compute the norm of the weight, which it detaches."""
+
+    class Model(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            first = self.adapter(inputs)
+            return first + self.adapter(inputs).detach() if is_unused else first + self.adapter(inputs)
+
+    model = Model(2, 2)
+    model.adapter = nn.Linear(2, 2)
+    specs = {kind: {"layers": "adapter", "kind": kind, "action": "record"} for kind in ("tensor", "full_backward")}
+    with instrument.attach(model, specs, rules=None) as probe:
+        for _ in range(2):
+            model(torch.ones(3, 2, requires_grad=True)).sum().backward()
+            probe.end_step()
+    expected = (4, 2, NO_GRADIENT_OF_CALL) if is_unused else (4, 4, "")
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [expected] * 2
+    assert not probe.warnings
 
 
 def test_reason_of_earlier_steps_is_kept_in_an_incomplete_step() -> None:

@@ -807,6 +807,25 @@ def test_optimizer_without_parameters_of_the_model_is_reported(model: nn.Module)
     assert not any("holds none" in warning for warning in probe.warnings)
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_parameters_that_are_copied_from_those_of_the_optimizer_are_reported_as_changed(is_copied: bool) -> None:
+    """A training in bfloat16 with weights in float32 that the program keeps."""
+    model = nn.Linear(2, 1).bfloat16()
+    copies = [nn.Parameter(each.detach().float()) for each in model.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.1)
+    with probe_of(model, optimizer, h=RECORD) as probe:
+        for _ in range(2):
+            for parameter, each in zip(model.parameters(), copies, strict=True):
+                each.grad = torch.ones_like(each)
+                optimizer.step()
+                if is_copied:
+                    parameter.data.copy_(each)
+            probe.end_step()
+    rows = probe.sink.records("events")
+    severities = [row["severity"] for row in rows if row["rule"] == "optimizer"]
+    assert severities == ["warning", *["info"] * is_copied]
+
+
 def test_evaluation_before_the_backward_pass_leaves_its_micro_step_open(model: nn.Module) -> None:
     kinds = ("forward", "full_backward", "parameter_grad_micro")
     hooks = {kind: {**RECORD, "kind": kind} for kind in kinds} | {"phase": {**RECORD, "phase": "eval"}}

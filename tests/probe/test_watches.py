@@ -199,25 +199,33 @@ class _Equal(nn.Linear):
     __hash__ = nn.Linear.__hash__
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_new_modules_without_an_optimizer_are_reported_at_once(is_held: bool) -> None:
-    """Its rows and its layers are not needed: also after steps in which no relation is checked."""
+@pytest.mark.parametrize("by", ["nothing", "add_param_group", "a new optimizer"])
+def test_new_modules_without_an_optimizer_are_reported_at_once(by: str) -> None:
+    """Its rows and its layers are not needed: also after steps in which no relation is checked.
+
+    A module that a new optimizer trains, which the probe does not know, has a second event at the end.
+    """
     model, batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instrument.attach(model, {"seen": record("forward", "**")}, optimizer=optimizer) as probe:
-        for step in range(8):
-            if step > 5:
+        for step in range(9):
+            if step in (6, 7):
                 index, new = (2, _Equal(4, 1)) if step == 6 else (0, _Equal(3, 4))
                 model[index] = new
-                if is_held:
+                if by == "add_param_group":
                     optimizer.add_param_group({"params": new.parameters()})
+                elif by == "a new optimizer":
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
             probe.end_step()
     found = [row for row in probe.sink.records("events") if row["rule"] == "optimizer"]
-    assert [(row["step"], row["layer"]) for row in found] == ([] if is_held else [(6, "2"), (7, "0")])
-    assert all(f"weight, bias of the new module {row['layer']}," in row["message"] for row in found)
+    reported = [(6, "2", "warning"), (7, "0", "warning")]
+    changed = [(9, "2", "info"), (9, "0", "info")] if by == "a new optimizer" else []
+    expected = [] if by == "add_param_group" else [*reported, *changed]
+    assert [(row["step"], row["layer"], row["severity"]) for row in found] == expected
+    assert all(f"weight, bias of the new module {row['layer']}," in row["message"] for row in found[:2])
 
 
 class Like(nn.Sequential):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.config.rules import default_rules
+from instrument.errors import HookError
 from instrument.rules.bounds import keep_step
 from instrument.rules.rule_set import RuleEvent
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
@@ -174,6 +175,19 @@ def test_only_statistics_that_rules_read_later_are_kept() -> None:
     assert count >= 3
     steps = np.frombuffer(rules.bounds._latest.rows[-1])[: 3 * count].reshape(count, 3)
     assert (steps == [1.0, 0.02, 0.02]).all()
+
+
+def test_rule_that_reads_a_statistic_later_without_listing_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A statistic that it lists, and that no hook records, has no values."""
+    entries = {"gradients": {"rule": "exploding_gradient"}, "unchanged": {"rule": "unchanged_parameter"}}
+    rules = rule_set(entries, [])
+    row = {"numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02}
+    feed(rules, [Step(rows=[{**GRADIENT, **row}, {**UPDATE, **row}], loss=1.0, lr=0.1)] * 3, with_numbers=True)
+    rules.state_dict()
+    feed(rules, [Step(rows=[{**GRADIENT, **row}, {**UPDATE, **row}], loss=1.0, lr=0.1)], 3, with_numbers=True)
+    monkeypatch.setattr(type(rules.rules[0]), "remembered", lambda _: ("mean",))
+    with pytest.raises(HookError, match=r"^rules\.gradients: .* reads the statistic 'l2', but .* only \['mean'\]$"):
+        rules.state_dict()
 
 
 def within(numbers: Any, parts: list[Any], kept: list[float] = ()) -> list[float] | None:  # type: ignore[assignment]

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import instrument
 from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_hooks, parse_rules
+from instrument.errors import HookError
 from instrument.rules.requirements import check_rules
+from instrument.rules.rule import NO_WEIGHT
+from instrument.rules.rule_set import make_rule
 
 
 def largest(tensor: Tensor) -> float:
@@ -100,3 +103,42 @@ def test_rule_requires_the_field_and_a_statistic(stat: str, stats: Any, fields: 
             check_rules(rules, hooks)
     else:
         check_rules(rules, hooks)
+
+
+class Heads(nn.Module):
+    """A network with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(inputs)
+        return self.first(hidden), self.second(hidden)
+
+
+@pytest.mark.parametrize("name", ["vanishing_gradient", "unchanged_parameter"])
+def test_rule_reads_further_statistics_afterwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live, a rule can read all statistics. Afterwards, one that its class does not name is an error."""
+    model, hooks = Heads(), {"gradients": {"layers": "?*", "kind": "full_backward_pre", "action": "record"}}
+    for hook, kind in (("parameters", "step_post"), ("of_parameters", "parameter_grad")):
+        hooks[hook] = {"layers": "?*", "kind": kind, "action": "record"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    entries = {"found": {"rule": name}}
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=entries, out=tmp_path / "run") as probe:
+        for _ in range(4):
+            first, second = model(torch.ones(4, 3))
+            loss = (first - 10).square().mean() + 0 * second.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    run, rules = instrument.load(tmp_path / "run"), parse_rules(entries)
+    (message,) = run.events[run.events.rule == "found"].message
+    assert NO_WEIGHT in message
+    assert [event.message for event in rule_events(run, rules)] == [message]
+    monkeypatch.setattr(type(make_rule(rules["found"])), "further_statistics", ())
+    with pytest.raises(
+        HookError, match=r"rules\.found: .* neither statistics nor further_statistics .* 'zero_fraction'"
+    ):
+        rule_events(run, rules)

@@ -150,6 +150,14 @@ def test_restarted_process_waits_for_the_new_announcement(monkeypatch: pytest.Mo
         WorkerRunFolder(tmp_path / "first", 1)
 
 
+def test_process_names_why_rank_0_was_refused(announced: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_runs", itertools.repeat(1))
+    with pytest.raises(ConfigError, match=r"^out: the folder already contains a run"):
+        RunFolder(announced.path, where="out", config={}, ranks=2)
+    with pytest.raises(ConfigError, match=r"^out: rank 0 did not start a run: out: the folder already contains a run"):
+        WorkerRunFolder(announced.path, 1, where="out")
+
+
 @pytest.mark.parametrize("error", [None, ValueError("no luck"), KeyboardInterrupt()])
 def test_separate_folder_has_a_record_of_its_own(
     announced: RunFolder, tmp_path: Path, error: BaseException | None
