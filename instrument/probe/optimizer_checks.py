@@ -129,8 +129,11 @@ class UnheldParameters:
 
 
 def _fingerprint_of(parameter: Tensor) -> int | None:
-    shard = local_shard(parameter).detach()
-    return sampled_fingerprint(shard) if is_readable(shard) else None
+    try:
+        shard = local_shard(parameter).detach()
+        return sampled_fingerprint(shard) if is_readable(shard) else None
+    except Exception:  # it has no values yet, its memory is freed, or the device failed: this must not end a training
+        return None
 
 
 def optimizer_state_names(optimizer: Optimizer) -> frozenset[str] | None:

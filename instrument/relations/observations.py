@@ -30,12 +30,15 @@ from ..values.nested import iter_tensors
 
 MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
 _KNOWN = ("torch", "accelerate")  # packages whose samplers have a length without side effects, and repeat no batch
+TRAINING_THREADS: dict[object, int] = {}
+"""The thread in which each probe is attached. It may have no observers in some steps."""
 
 
 class ObservedFunctions:
     """Functions of PyTorch that are replaced while their calls are observed.
 
-    Several threads can train a model each: an observer does not get the calls of other threads that have observers of their own.
+    Several threads can train a model each: an observer does not get the calls of other threads in which a probe is attached, or that have
+    observers of their own.
 
     Args:
         places: The owner and the name of each function.
@@ -46,9 +49,6 @@ class ObservedFunctions:
         self, places: Sequence[tuple[Any, str]], observed: Callable[[str, Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         self._observers: list[tuple[Callable[[Any], None], int]] = []  # and the thread that added each
-        self._thread = (
-            threading.local()
-        )  # has an attribute in a thread that has added an observer, also if it was removed
         self._lock = threading.RLock()
         self._places, self._observed = places, observed
         self._made: dict[str, tuple[Callable[..., Any], ...]] = {}  # by name: an original function, and its replacement
@@ -56,13 +56,13 @@ class ObservedFunctions:
 
     @property
     def observers(self) -> list[Callable[[Any], None]]:
-        """The observers of a call in this thread: all of them if the thread has never added one, as those of `nn.DataParallel`."""
-        own = threading.get_ident() if hasattr(self._thread, "adds") else None
-        return [observer for observer, thread in [*self._observers] if own in (None, thread)]
+        """The observers of a call in this thread: all if it has none and no attached probe, as those of `nn.DataParallel`."""
+        observers, own = [*self._observers], threading.get_ident()
+        has_own = own in [*TRAINING_THREADS.values()] or any(thread == own for _, thread in observers)
+        return [observer for observer, thread in observers if thread == own or not has_own]
 
     def add(self, observer: Callable[[Any], None]) -> None:
         """Let a function observe the calls, until `remove`."""
-        self._thread.adds = True
         with self._lock:
             self._observers.append((observer, threading.get_ident()))
             if not self._replaced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -25,6 +26,7 @@ from .exchange import has_processes
 from .observations import (
     BATCHES,
     LOSSES,
+    TRAINING_THREADS,
     AccumulatedGradient,
     AnyLossCall,
     BinaryLossCall,
@@ -75,6 +77,7 @@ class RelationSet(InertWhenCopied, StepPostHooks):
 
     def attach(self) -> None:
         """Register the hooks of all relations. After an exception, `detach` removes those that were registered."""
+        TRAINING_THREADS[self] = threading.get_ident()
         if not self._relations:
             return
         training, step = self.training, self.clock.moment.step
@@ -251,6 +254,7 @@ class RelationSet(InertWhenCopied, StepPostHooks):
 
     def detach(self) -> None:
         """Remove all hooks."""
+        TRAINING_THREADS.pop(self, None)
         for relation in self._relations.values():
             relation.detach()
         self._end_observation()

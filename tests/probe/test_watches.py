@@ -228,6 +228,21 @@ def test_new_modules_without_an_optimizer_are_reported_at_once(by: str) -> None:
     assert all(f"weight, bias of the new module {row['layer']}," in row["message"] for row in found[:2])
 
 
+def test_new_modules_whose_values_cannot_be_read_do_not_end_the_training() -> None:
+    """Lazy modules have no values before they are called, and sharded parameters have no memory between steps."""
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, {"seen": record("forward", "**")}, optimizer=optimizer) as probe:
+        model[2] = nn.Linear(4, 1)
+        model[2].unused = nn.LazyLinear(1)
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            probe.end_step()
+        model[2].weight.untyped_storage().resize_(0)
+    found = [(row["layer"], row["severity"]) for row in probe.sink.records("events") if row["rule"] == "optimizer"]
+    assert found == [("2", "warning")]
+
+
 class Like(nn.Sequential):
     """A block that compares its parts, as programs may define it."""
 

@@ -1359,3 +1359,27 @@ def test_threads_that_train_a_model_each_have_their_own_relations() -> None:
         found = [*threads.map(train, (1, 3))]
     assert found == [train(1, int), train(3, int)]
     assert [rows[0] for rows in found] == [("double_softmax", 1), ("double_softmax", 3)]
+
+
+def test_thread_of_an_earlier_training_calls_the_losses_of_a_probe_of_another_thread() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"outputs": {"layers": ".", "kind": "forward", "action": "record"}}
+
+    def steps(probe: Any) -> None:
+        for _ in range(3):
+            F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            probe.end_step()
+
+    def train() -> None:
+        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+            steps(probe)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(train).result()
+        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+            thread.submit(steps, probe).result()
+    assert [row["value"] for row in rows_of(probe, "double_softmax")] == [1]
+    assert [row["step"] for row in rows_of(probe, "counts")] == [0, 1]
