@@ -176,6 +176,7 @@ def test_rerun_uses_the_launcher_of_the_sweep(cli: Cli, call: Call, monkeypatch:
     monkeypatch.setattr(JoblibLauncher, "launch", record_launch)
     out = call(main, "out", "--rerun").expect(0).out
     assert launched == [["hydra.sweep.subdir=0"]]
+    assert "\n1 job rerun\n" in out
     assert [row[:2] for row in rows_of(out)] == [["0", "done"]]
     assert instrument.load("out").runs.seed.tolist() == [2]
 
@@ -365,7 +366,7 @@ def test_sweep_runs_if_its_record_cannot_be_sent(cli: Cli) -> None:
     Path("there").write_text("a file, no folder")
     answer = cli("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{Path('there').resolve()}/x")
     assert "warning: multirun.yaml was not uploaded to file://" in answer.err
-    assert "1 jobs in" in answer.out + answer.err
+    assert "1 job in" in answer.out + answer.err
 
 
 def test_single_run_is_refused(swept: Path, call: Call) -> None:

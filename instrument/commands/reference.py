@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from instrument.analysis.load import load
 from instrument.analysis.reference import make_reference, ranges_of, read_reference
 from instrument.commands.findings import check, print_findings
 from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
-from instrument.errors import ConfigError, Problem, similar_names
+from instrument.errors import ConfigError, InstrumentWarning, Problem, similar_names
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
 from instrument.rules.reference_ranges import KEY, RATIOS, STARTS, Reference, phase_of, steps_of
@@ -118,7 +119,9 @@ def _shown_range(statistic: str, step: int, low: float, high: float, smallest: f
 
 def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int:
     """Print the locations at which a run leaves a reference, and return the exit code."""
-    run, ranges = load(path), read_reference([reference], where="--reference")
+    run = load(path)
+    with warnings.catch_warnings(action="ignore", category=InstrumentWarning):  # the rule reads it again
+        ranges = read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
     of_run = ranges_of(run, ranges.statistics)
     recorded = {*zip(*(of_run[name].to_pylist() for name in KEY), strict=True)}

@@ -21,6 +21,7 @@ from instrument.commands.job import as_instrument_error, numbered_job
 from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_arguments
 from instrument.config.hydra_internals import BASIC_SWEEPER, config_loader, launcher_of
 from instrument.errors import ConfigError, InstrumentError, Problem
+from instrument.formatting import counted
 from instrument.storage.lock import FolderLock
 from instrument.storage.remote_folder import check_is_local, is_address
 from instrument.training.sweep_jobs import (
@@ -71,7 +72,7 @@ def _rerun(written: str) -> None:
         raise SystemExit(stop.code if isinstance(stop, SystemExit) else 130) from None
     except Exception as error:
         raise as_instrument_error(error, []) from error
-    print(f"\n{count} jobs rerun" if count else "no jobs to rerun")
+    print(f"\n{counted(count, 'job')} rerun" if count else "no jobs to rerun")
 
 
 def _show(folder: str, *, as_json: bool) -> int:
@@ -90,7 +91,9 @@ def _show(folder: str, *, as_json: bool) -> int:
         table.add_row(job.name, status, Text(sweep.label(job)), warnings, Text(job.error or ""))
     wide_console().print(table)
     more = outcome_lines(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else []
-    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", *more, sep="\n")
+    print(
+        "", *grouped_lines(left), f"{counted(len(jobs), 'job')} in {folder}: {count_by_status(jobs)}", *more, sep="\n"
+    )
     if isinstance(sweep, Runs):
         print("this folder has no record of a sweep: missing jobs are not listed")
     return 1 if left or not jobs else 0

@@ -56,6 +56,15 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
             ]
         )
         given = given["hooks"]
+    elif isinstance(given, Mapping):
+        fix = "write the hooks into a section of this name, hooks: {NAME: {...}}, and rules into rules"
+        raise_problems(
+            [
+                Problem(str(name), "is a section, but the section 'hooks' is missing", fix=fix)
+                for name, spec in given.items()
+                if isinstance(spec, Mapping) and spec and all(isinstance(each, Mapping) for each in spec.values())
+            ]
+        )
     if isinstance(given, Mapping):
         return parse_hooks({name: _plain(spec) for name, spec in given.items()})
     if isinstance(given, Sequence) and not isinstance(given, str):

@@ -71,6 +71,7 @@ def coverage_rows(
     """
     firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
     complete: dict[str, set[int]] = {}  # the modules at which each hook fired as often as expected
+    complete_kinds = {attached.site.spec.kind for attached in attached_hooks if attached.fired >= attached.expected > 0}
     for attached in attached_hooks:
         if attached.fired >= attached.expected:
             complete.setdefault(attached.site.spec.name, set()).add(id(attached.site.layer.module))
@@ -91,13 +92,19 @@ def coverage_rows(
             if running and attached.is_scheduled and not attached.expected and (more or not attached.exemptions)
             else reasons.NOT_TURNED_ON
             if attached.site.spec.name in never_turned_on
-            else _reason(attached, layers, firing, complete.get(attached.site.spec.name, ())),
+            else _reason(attached, layers, firing, complete.get(attached.site.spec.name, ()), complete_kinds),
         }
         for attached, more in zip(attached_hooks, fired_now, strict=True)
     ]
 
 
-def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str], complete: Collection[int]) -> str:
+def _reason(
+    attached: AttachedHook,
+    layers: Layers,
+    firing: Collection[str],
+    complete: Collection[int],
+    complete_kinds: Collection[str],
+) -> str:
     """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
 
     The most frequent reason comes first.
@@ -105,12 +112,16 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str], com
     Args:
         firing: The names of the hooks that fired.
         complete: The ids of the modules at which this hook fired as often as expected.
+        complete_kinds: The kinds of which a hook fired as often as expected. Without one, the loss of a whole forward pass may be unused.
     """
     if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
         return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
         reported = attached.reasons.most_common() if attached.fired < attached.expected else ()
-        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers, complete) for reason, _ in reported))
+        found = dict.fromkeys(_refined_reason(reason, attached, layers, complete) for reason, _ in reported)
+        if [*found] == [reasons.NO_GRADIENT_OF_CALL] and attached.site.spec.kind not in complete_kinds:
+            return reasons.NO_GRADIENT
+        return "; ".join(found)
     if attached.exemptions:
         spec = attached.site.spec
         if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NO_ATTENTION}:

@@ -19,9 +19,10 @@ class NonFinite(LocatedRule[RuleBase], name="non_finite"):
     """A recorded tensor contains NaN or infinity, or the loss is not finite.
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
-    a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
-    do not count if it is finite. The values of layers with weights are not masks. NaN in the input of the whole model is a missing
-    number if the loss is finite. It fires once for each location, and once for the loss of each phase.
+    a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, those of an output
+    do not count if it is finite. Those of attention scores never count: if they are not a mask, the output of the attention has NaN.
+    The values of layers with weights are not masks. NaN in the input of the whole model is a missing number if the loss is finite. It
+    fires once for each location, and once for the loss of each phase.
     """
 
     what = "non-finite value"
@@ -94,10 +95,13 @@ def _may_be_mask(location: Location, loss: float | None) -> bool:
     """Return whether infinities at a location can be a mask.
 
     Infinities that are not a mask reach the loss, which then is not finite. Without a loss, those of an argument are taken as a mask.
+    Those of scores always are: a softmax turns other infinities into NaN, which the next location has.
     """
     if KINDS[location.kind].family != "module" or location.is_gradient:
         return False
-    is_argument = location.role in ("input", "scores")
+    if location.role == "scores":
+        return True
+    is_argument = location.role == "input"
     is_of_weights = location.kind != "function" and location.module_type in WEIGHTED
     if is_of_weights and not (is_argument and location.module_type == "MultiheadAttention"):
         return False

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..analysis.config_fields import differing_fields, to_yaml
 from ..config.hydra_internals import BASIC_SWEEPER, config_loader, plain_value, split_sweep
 from ..errors import ConfigError, InstrumentWarning, Problem, first_line
-from ..formatting import natural_key
+from ..formatting import counted, natural_key
 from ..storage.folder_snapshot import REFUSED, SUBMITTED
 from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, is_address, remote_address_of
 from .sweep_objective import OBJECTIVE_KEY
@@ -310,10 +310,13 @@ def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
     """Return the number of jobs, and one line for each job or group of jobs that is not done."""
     unfinished = [job for job in jobs if job.status != DONE]
     if not unfinished:
-        return [f"{len(jobs)} jobs in {sweep.folder}"]
+        return [f"{counted(len(jobs), 'job')} in {sweep.folder}"]
     parts = [(str(job.folder), job.status, sweep.label(job), job.error) for job in unfinished[:MAX_LISTED]]
     single = ["  ".join(part for part in cells if part) for cells in parts]
-    return [f"{len(jobs)} jobs in {sweep.folder}: {count_by_status(jobs)}", *(grouped_lines(unfinished) or single)]
+    return [
+        f"{counted(len(jobs), 'job')} in {sweep.folder}: {count_by_status(jobs)}",
+        *(grouped_lines(unfinished) or single),
+    ]
 
 
 def outcome_lines(sweep: Sweep, jobs: Sequence[SweepJob], width: int = 12) -> list[str]:

@@ -312,6 +312,13 @@ def test_unknown_key_next_to_hooks_is_refused(key: str, similar: str, tmp_path: 
     assert similar in message.partition("similar")[2]
 
 
+@pytest.mark.parametrize("section", [{"hook": {"seen": record("forward")}}, {"rules": {"non_finite": {}}}])
+def test_missing_section_of_hooks_is_named(section: dict[str, Any]) -> None:
+    message = refused(nn.Linear(2, 2), section)
+    assert message.startswith(f"{next(iter(section))}: is a section, but the section 'hooks' is missing")
+    assert "unknown field" not in message
+
+
 def test_unknown_argument_is_reported_with_the_parameters() -> None:
     with pytest.raises(
         TypeError, match="unexpected keyword argument 'hooks'; the parameters are model, specs, optimizer,"

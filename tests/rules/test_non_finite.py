@@ -62,6 +62,7 @@ MASK = {
     "module_type": "TransformerEncoderLayer",
     "inf_count": 9,
 }
+SCORES = {"kind": "function", "role": "scores", "module_type": "GPT2Attention"}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,8 @@ MASK = {
         ({"module_type": "Linear", "inf_count": 9}, 1.0, 1),
         ({"module_type": "MultiheadAttention", "kind": "function", "inf_count": 9}, 1.0, 0),
         ({**GRADIENT, "inf_count": 9}, 1.0, 1),
+        ({**SCORES, "inf_count": 9}, math.nan, 0),  # of a causal mask, before the location that is NaN
+        ({**SCORES, "nan_count": 9}, math.nan, 1),
     ],
 )
 def test_computed_infinity_is_reported_and_a_mask_is_not(about: dict[str, Any], loss: float | None, count: int) -> None:
