@@ -209,7 +209,7 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     raise_problems([Problem(where, what + why, str(run.path), fix=fix) for run, why in reasons if why])
     warned = [f"{run.path.name} ({', '.join(names)})" for run in runs if (names := _rules_that_warned(run))]
     if warned:
-        message = f"rules warned in {len(warned)} of the {len(runs)} runs: {shorten(warned)}; leave out those that are not healthy"
+        message = f"rules warned in {len(warned)} of {len(runs)} runs: {shorten(warned)}; leave out those that are not healthy"
         warnings.warn(message, InstrumentWarning, stacklevel=3)
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
     known = table["statistic"].unique().to_pylist()

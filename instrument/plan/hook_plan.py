@@ -263,7 +263,7 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
             types = sorted({layer.type for layer in layers})
             message = "neither the model nor torch.nn has this class"
             similar = similar_names(short, [*types, *sorted(of_torch)])
-            fix = "put a wildcard into the name of a class that only other models have"
+            fix = "a name with a wildcard, such as *MLP, may match no class"
             raise ConfigError(Problem(f"{where}.types", message, name, types, similar, fix))
     kept = [layer for layer in typed if not layer.is_named(selection.exclude)]
     if not kept:

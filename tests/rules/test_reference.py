@@ -431,12 +431,12 @@ def test_runs_in_which_rules_warned_are_named(tmp_path: Path) -> None:
     rules = {"rules": {"loss_spike": {}, "overfit": {}}}
     for folder in ("b", "c/b"):
         write_run(tmp_path / folder, rows={"metrics": metrics, "events": events}, config=rules)
-    text = r"rules warned in 2 of the 3 runs: b \(loss_spike\), b \(loss_spike\); leave out those that are not healthy"
+    text = r"rules warned in 2 of 3 runs: b \(loss_spike\), b \(loss_spike\); leave out those that are not healthy"
     with pytest.warns(instrument.InstrumentWarning, match=text):
         make_reference([tmp_path / "[ab]", tmp_path / "c"])
     with pytest.warns(instrument.InstrumentWarning) as warned:
         reference.main(["check", str(tmp_path / "a"), "--reference", str(tmp_path / "c")])
-    assert sum("rules warned in 1 of the 1 runs: b" in str(each.message) for each in warned) == 1
+    assert sum("rules warned in 1 of 1 runs: b" in str(each.message) for each in warned) == 1
 
 
 @pytest.mark.parametrize(
