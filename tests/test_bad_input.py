@@ -632,7 +632,7 @@ def test_ctrl_c_closes_files_and_exits_with_code_130(workdir: Path) -> None:
     done = process.wait()
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
-    assert "interrupted: the data recorded so far is in out" in done.stderr
+    assert "interrupted: the data recorded so far is in out\n" in done.stderr
     run = load_failed_run("out", "interrupted", "interrupted")
     steps = run.metrics.step
     assert list(steps) == list(range(len(steps)))

@@ -413,6 +413,10 @@ INVALID = [
     ),
     (["done", "--steps", "3:4", "hooks=activations"], "fix      pass hooks.activations.every=1"),
     (
+        ["done", "--steps", "3:4", "hooks=gradients"],
+        "fix      pass hooks.output_gradients.every=1\nhooks.parameter_gradients: ",
+    ),
+    (
         ["done", "--steps", "1:5", "--intervene", "hooks.tame.norm=1"],
         "hooks.tame: the hook is not scheduled in steps 1 to 4",
     ),

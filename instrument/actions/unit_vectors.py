@@ -207,7 +207,8 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
         raise ConfigError(Problem(f"{where}.vector", f"cannot read the file: {error}", given=path)) from None
     vectors = array.to(torch.float64) if not array.is_complex() else array
     if vectors.is_complex() or vectors.dim() not in (1, 2) or not vectors.numel() or not vectors.isfinite().all():
-        message = f"the array has shape {list(array.shape)} and {array.dtype}"
+        non_finite = ", with NaN or infinity" * (not vectors.isfinite().all())
+        message = f"the array has shape {list(array.shape)} and {array.dtype}{non_finite}"
         allowed = "finite real numbers of shape [units] or [vectors, units]"
         raise ConfigError(Problem(f"{where}.vector", message, path, allowed))
     return vectors if vectors.dim() == 2 else vectors[None]

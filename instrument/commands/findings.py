@@ -56,7 +56,8 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
         _print(finding)
     found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
     unread, partly = ", of which some files cannot be read", "; not all of the model is trained"
-    print(f"{found} in {run.path}{unread * bool(run.problems)}{partly * bool(untrained)}")
+    status = "" if run.info["status"] == "done" else f"; the status of the run is {run.info['status']}"
+    print(f"{found} in {run.path}{unread * bool(run.problems)}{partly * bool(untrained)}{status}")
     return code
 
 

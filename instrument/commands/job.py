@@ -155,7 +155,11 @@ def restarted(
 
 
 def resumed(recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with which a recorded run is resumed."""
+    """Return the configuration with which a recorded run is resumed. Raise a ConfigError if the training loop is unknown."""
+    if "train" not in recorded:
+        message = "the run was started with instrument.attach, so its training loop is unknown"
+        fix = "continue your loop with attach(..., step=STEP) and a new folder out"
+        raise ConfigError(Problem("resume", message, given["resume"], allowed="a run of python -m instrument", fix=fix))
     return {**recorded, **{key: given[key] for key in ALLOWED_WITH_RESUME}}
 
 
@@ -272,7 +276,8 @@ def _saved_data_message(folder: Path, shown: Path) -> str:
         return f"nothing was recorded in {shown}" if folder.is_dir() else f"nothing is saved: {shown} no longer exists"
     except OSError as error:
         return f"the recorded data in {shown} cannot be accessed: {error.strerror}"
-    return f"the data recorded so far is in {shown}"
+    resume = "; to continue from its last checkpoint, pass this folder to resume" * bool(checkpoint_steps(folder))
+    return f"the data recorded so far is in {shown}{resume}"
 
 
 def as_instrument_error(error: Exception, arguments: Sequence[str]) -> InstrumentError:

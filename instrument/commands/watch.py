@@ -53,8 +53,8 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_arguments(command_line)
 def main(args: argparse.Namespace) -> int:
-    if args.control and not args.web:
-        command_line().error("--control requires --web")
+    if (options := [name for name in ("--port", "--control") if getattr(args, name[2:])]) and not args.web:
+        command_line().error(f"{options[0]} requires --web")
     if args.json and not args.once:
         command_line().error("--json requires --once")
     interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
@@ -122,10 +122,12 @@ def _follow(live: LiveRun | LiveSweep, frame: Callable[..., RenderableType], con
             is_over = not live.is_running and live.is_complete
             shown.update(frame(height()), refresh=True)
             if is_over:
-                return
+                break
             if live.is_running:
                 seconds = READING_SECONDS
                 time.sleep(max(interval, PAUSE * (time.process_time() - began)))
+    if not console.is_terminal:
+        console.line()  # Live ends the last line only on a terminal
 
 
 def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:

@@ -312,8 +312,9 @@ class Probe(OwnedByProcess):
             self.recorder.end_step(any_scheduled=any_scheduled, is_complete=False)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
             self._rule_actions.act(self.step)
-        seconds = time.perf_counter() - started_at
-        self._step_started_at += seconds  # the block is not part of the step that it interrupts
+        # The block is not part of the step that it interrupts. Steps that ended in it have their own seconds.
+        seconds = time.perf_counter() - max(started_at, self._step_started_at)
+        self._step_started_at += seconds
         if self.budget is not None and not any_scheduled:
             self.budget.exclude(seconds)
 

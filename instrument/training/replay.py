@@ -14,7 +14,7 @@ from ..config.parse import named_specs, parse_hooks, parse_rules
 from ..config.rules import DisableAction, EnableAction, RuleBase
 from ..config.run_changes import SCHEDULE_FIELDS, Settings, changed_hook
 from ..config.schedule import STEP_PHASES
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, InstrumentError, Problem, raise_problems
 from ..formatting import steps_text
 from ..storage.control_folder import ControlFolder
 from ..storage.remote_folder import check_is_local
@@ -186,6 +186,7 @@ class Replay:
         steps = [] if run.depends_on_values else checkpoint_steps(run.folder)
         self.begin = max((step for step in steps if step <= window.start), default=0)
         lead_in = range(self.begin, window.start)
+        problems: list[Problem] = []
         # The order of the run, because hooks at the same tensor act in this order.
         for name in dict.fromkeys([*(name for name in original if name in given or name in before), *given]):
             spec = given.get(name)
@@ -210,7 +211,8 @@ class Replay:
                 text = f"the hook is not scheduled in {steps_text(window)}: its schedule is {spec.schedule}"
                 is_due = _within(spec.model_copy(update={"every": 1}), window) is not None
                 fix = f"pass hooks.{name}.every=1" if is_due else "change its schedule, or the range of --steps"
-                raise ConfigError(Problem(f"hooks.{name}", text, fix=fix))
+                problems.append(Problem(f"hooks.{name}", text, fix=fix))
+        raise_problems(problems)
         if changed and not starts:
             raise ConfigError(Problem("--intervene", f"no changed intervention runs in {steps_text(window)}", changed))
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}

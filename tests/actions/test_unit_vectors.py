@@ -27,6 +27,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "two.npy", DIRECTIONS.numpy())
     np.save(folder / "three.npy", np.arange(3.0))
     np.save(folder / "last.npy", np.eye(12)[11])
+    np.save(folder / "infinite.npy", np.full(12, np.inf))
     scaled = {"a": BATCHES, "b": 2 * BATCHES, "far": BATCHES + 1e6 * DIRECTIONS[0]}
     scaled |= {"nan": BATCHES.where(BATCHES > 0, torch.nan), "empty": BATCHES[:, :0]}
     for name, batches in scaled.items():
@@ -136,6 +137,10 @@ def test_vectors_of_other_runs_equal_those_by_hand() -> None:
 PROBLEMS = [
     ({"fn": "add", "vector": "oen.npy"}, r"hooks\.h\.vector: this file does not exist(.|\n)*similar  one\.npy"),
     ({"fn": "add", "vector": "one.txt"}, r"hooks\.h\.vector: unknown type of file(.|\n)*a \.npy or \.safetensors"),
+    (
+        {"fn": "add", "vector": "infinite.npy"},
+        r"hooks\.h\.vector: the array has shape \[12\] and torch\.float64, with NaN or infinity",
+    ),
     ({"fn": "add", "vector": "two.npy"}, r"hooks\.h\.vector: add requires one vector, but this file has 2"),
     ({"fn": "project_out", "vector": "last.npy", "units": [0, 1]}, r"vector: all directions are zero in the selected units"),
     ({"fn": "add", "vector": "one.npy", "key": "a"}, r"hooks\.h\.key: a \.npy file has no keys"),

@@ -57,6 +57,12 @@ def test_new_module_without_an_optimizer_is_a_finding(made: Make, capsys: pytest
     assert last == f"no rule fired in {run.path}; not all of the model is trained"
 
 
+def test_status_of_a_run_that_is_not_done_is_printed(made: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(killed=True, metrics=[{"step": 0, "phase": "train", "loss": 1.0}])
+    assert main([str(run.path)]) == 0
+    assert capsys.readouterr().out == f"no rule fired in {run.path}; the status of the run is killed\n"
+
+
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "tables",

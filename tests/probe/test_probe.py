@@ -429,6 +429,22 @@ def test_operators_of_a_very_deep_loss_are_left_out() -> None:
 # ----------------------------------------------------------------------------------- steps and metrics
 
 
+def test_step_after_steps_in_a_phase_starts_at_the_end_of_the_block(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("instrument.probe.probe.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with probe_of(model, h=RECORD) as probe:
+        now[0] += 1.0
+        with probe.evaluating():
+            now[0] += 8.0
+            probe.end_step()
+            now[0] += 2.0
+        now[0] += 0.5
+        probe.end_step()
+    assert [row["seconds"] for row in probe.sink.records("metrics")] == [9.0, 0.5]
+
+
 def test_end_step_returns_and_writes_the_metrics(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("instrument.probe.probe.time", SimpleNamespace(perf_counter=lambda: now[0]))

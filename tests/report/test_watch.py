@@ -142,10 +142,19 @@ def test_killed_run_and_folder_without_a_run_end_the_watch(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert watch.main([str(run_folder)]) == 1
-    assert "killed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "killed" in out
+    assert out.endswith("\n")
     (tmp_path / "empty").mkdir()
     assert watch.main([str(tmp_path / "empty")]) == 2
     assert "no run.json in or below" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--port", "8000"], ["--control"]])
+def test_options_of_the_page_require_it(option: list[str], running: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        watch.main([str(running), *option])
+    assert f"{option[0]} requires --web" in capsys.readouterr().err
 
 
 def test_watch_ends_with_the_run(

@@ -410,7 +410,7 @@ def test_custom_rule_stops_and_its_advice_is_a_finding(cli: Cli, capfd: pytest.C
     assert "Late at step 2: hit.\nDo nothing.\n" in answer.out
     capfd.readouterr()
     assert main(["out"]) == 4
-    found = "warning  late: step 2: training: hit\n         Do nothing.\n1 finding of rules in out\n"
+    found = "warning  late: step 2: training: hit\n         Do nothing.\n1 finding of rules in out; the status of the run is stopped\n"
     assert capfd.readouterr().out == found
     assert cli("resume=out", "quiet=true").code == 0
     messages = instrument.load("out").events.query("rule == 'flight_recorder'")["message"].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -130,7 +131,8 @@ def test_custom_code_that_changes_the_working_directory(cli: Cli, monkeypatch: p
     hook = "+hooks.moves={layers: layers.0, kind: forward, action: call, fn: {_target_: moves.move}}"
     with failing_after(8):
         answer = cli(*TINY, "model._target_=moves.net", "train.save=true", "sink.tensorboard=true", hook).expect(1)
-    assert "the data recorded so far is in out" in answer.err
+    expected = "the data recorded so far is in out; to continue from its last checkpoint, pass this folder to resume\n"
+    assert expected in answer.err
     cli("resume=out", "report=true").expect(0)
     run = instrument.load("out")
     assert (run.info["status"], run.problems) == ("done", [])
@@ -170,6 +172,14 @@ def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, argu
     assert message in answer.err
     assert "Traceback" not in answer.err
     assert len(instrument.load("out").metrics) == 8
+
+
+def test_resume_of_a_run_of_attach_is_refused(cli: Cli, out: Path) -> None:
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "config": {"hooks": record["config"]["hooks"]}}))
+    err = cli("resume=out").expect(2).err
+    assert "resume: the run was started with instrument.attach" in err
+    assert "model: no model is configured" not in err
 
 
 def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
