@@ -142,7 +142,8 @@ class HydraCallback(Callback):
                 OmegaConf.save(config, record)
         except FileExistsError:
             message = "the folder already contains a sweep, and sweeps are never overwritten"
-            raise ConfigError(Problem("hydra.sweep.dir", message, given=str(folder))) from None
+            fix = f"choose another folder, or run its unfinished jobs: python -m instrument.sweep {folder} --rerun"
+            raise ConfigError(Problem("hydra.sweep.dir", message, given=str(folder), fix=fix)) from None
         HydraCallback.snapshot = snapshot
         upload_record(folder, Sweep(folder).address)
         HydraCallback.lock = FolderLock(folder)

@@ -101,7 +101,7 @@ class _SignalSafeBlock(AbstractContextManager[Yielded]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{name} is not available here: use the object after `with ... as`, or what __enter__ returns"
+            f"{name} is not available here: use the object after `with ... as`, or keep this block and use what its __enter__ returns"
         )
 
     def __enter__(self) -> Yielded:

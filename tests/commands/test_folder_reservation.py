@@ -26,7 +26,9 @@ def test_sweep_in_the_folder_of_another_is_refused(cli: Cli) -> None:
     """The other sweep has written its record, but has not started its first job."""
     Path("out").mkdir()
     Path("out", SWEEP_RECORD).touch()
-    assert "the folder already contains a sweep" in cli("-m", *TINY, "seed=1", "hydra.sweep.dir=out").expect(2).err
+    err = cli("-m", *TINY, "seed=1", "hydra.sweep.dir=out").expect(2).err
+    assert "the folder already contains a sweep" in err
+    assert "python -m instrument.sweep out --rerun" in err
     assert [path.name for path in Path("out").iterdir()] == [SWEEP_RECORD]
 
 

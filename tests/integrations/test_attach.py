@@ -197,10 +197,14 @@ def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, s
 
 
 def test_attach_without_a_block_says_what_to_write(loop: Loop) -> None:
-    probe = instrument.attach(loop.model, {})
-    message = r"end_step is not available here: use the object after `with \.\.\. as`, or what __enter__ returns"
-    with pytest.raises(AttributeError, match=message):
-        probe.end_step()  # type: ignore[attr-defined]
+    block = instrument.attach(loop.model, {})
+    message = r"use the object after `with \.\.\. as`, or keep this block and use what its __enter__ returns"
+    with pytest.raises(AttributeError, match=f"end_step is not available here: {message}"):
+        block.end_step()  # type: ignore[attr-defined]
+    probe = block.__enter__()
+    probe.end_step()
+    block.__exit__(None, None, None)
+    assert probe.step == 1
 
 
 def test_second_block_of_a_call_is_refused_and_leaves_the_first_one(loop: Loop) -> None:
