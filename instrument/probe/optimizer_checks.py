@@ -112,7 +112,7 @@ class UnheldParameters:
         self._observed: list[tuple[str | None, list[tuple[Tensor, int | None]]]] = []
 
     def add(self, layer: str | None, parameters: Iterable[Tensor]) -> None:
-        """Add parameters of a layer; of the model if it is None."""
+        """Add parameters of a layer, or of the model for None."""
         self._new.append((layer, [*parameters]))
 
     def end_step(self) -> None:
