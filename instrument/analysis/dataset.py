@@ -32,11 +32,8 @@ from .features import (
     Array,
     FeatureSelection,
     TensorOfBatch,
-    batches_of,
-    common_shape,
     ids_of,
     samples_of,
-    select,
     settings_of,
     shown,
     squeezed,
@@ -113,7 +110,7 @@ class _Run:
         index: pd.DataFrame = plain_labels(self.tensors.index).to_pandas()
         index["tensor"] = np.arange(len(index))
         self._index = index[~index["recompute"] & (index["backward"] == 0)]
-        rows = select(files, selections[0], self._index)
+        rows = selections[0].select(files, self._index)
         self._samples = samples_of(files, rows)
         recorded = self._recorded(selections[0], rows)
         self.batches = recorded.batches
@@ -123,7 +120,7 @@ class _Run:
         layers |= {each.layer: self._aligned(each, "layer", f"layer {each.layer!r}") for each in selections[1:]}
         shapes = {}
         for each in selections:
-            shape = common_shape(layers[each.layer].batches, each, 1 + self._flat)
+            shape = each.common_shape(layers[each.layer].batches, 1 + self._flat)
             shapes[each.layer] = squeezed((0, *shape))[1:]
         dtypes = index["dtype"].map(lambda name: getattr(torch, name, torch.float32))  # those stored with a scale
         self.in_row_groups = bool(index["block"].isna()[recorded.which].any())
@@ -154,7 +151,7 @@ class _Run:
         del self._index, self._samples
 
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Source:
-        batches = list(batches_of(self.files, rows, self._samples, selection))
+        batches = list(selection.batches(self.files, rows, self._samples))
         tensor_of = dict(zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"], strict=True))
         hook = settings_of(self.files, rows["hook"].iloc[0])
         parts = () if hook.get("slice") is None else parse_slice(hook["slice"])
@@ -168,7 +165,7 @@ class _Run:
 
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Source:
         """Return the tensors of another selection for the same samples of the same batches."""
-        rows = select(self.files, selection, self._index)
+        rows = selection.select(self.files, self._index)
         rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin([batch.key for batch in self.batches])]
         recorded = self._recorded(selection, rows) if len(rows) else _Source(self.tensors, [], [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}

@@ -112,6 +112,102 @@ class FeatureSelection:
         names = ("hook", "role", "phase", "path", "call", "step", "epoch")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def select(self, files: RunFiles, index: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of the tensors of a selection, without their values, in the order of the batches, as `features_of` reads them.
+
+        `index`: the original calls in the table `tensors`.
+        """
+        rows = index[index["layer"] == self.layer_name]
+        if rows.empty:
+            layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
+            similar = similar_names(self.layer, layers)
+            fix = "set 'tensors: true' in a record hook of this layer"
+            message = "no tensors of this layer were recorded"
+            raise ConfigError(Problem("layer", message, self.layer, shown(layers), similar, fix))
+        for name, value in self.given.items():
+            allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
+            known = sorted(rows[name].unique().tolist())
+            rows = rows[rows[name].isin(allowed)]
+            missing = [] if isinstance(value, range) else [each for each in allowed if each not in known]
+            if rows.empty or missing:
+                given = missing[0] if missing else value
+                message = f"no recorded tensor of layer {self.layer!r} has this {name}"
+                similar = similar_names(given, known) if isinstance(given, str) and isinstance(known[0], str) else []
+                raise ConfigError(Problem(name, message, given, shown(known), similar))
+        for name in _CHOICES[:-1] if self.joins_calls else _CHOICES:
+            values = sorted(rows[name].unique().tolist())
+            if len(values) > 1:
+                message = f"layer {self.layer!r} has tensors of several {name}s"
+                raise ConfigError(Problem(name, message, allowed=shown(values), fix=f"pass {name}={values[0]!r}"))
+        kind = KINDS.get(rows["kind"].iloc[0])
+        if kind is not None and kind.family != "module":
+            message = f"tensors of kind {kind.name} have no samples"
+            raise ConfigError(Problem("hook", message, self.hook, "a hook on the outputs or inputs of a module"))
+        if len(shards := rows[rows["scope"] == "shard"]):
+            message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
+            fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
+            raise ConfigError(Problem("layer", message, self.layer, fix=fix))
+        if rows.duplicated(self.key).any():
+            message = f"layer {self.layer!r} has several tensors of the same batch: a phase began twice in a step"
+            raise ConfigError(Problem("step", message, self.step, fix="select other steps"))
+        return rows.sort_values(self.key, kind="stable", ignore_index=True)
+
+    def batches(self, files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame) -> Iterator[TensorOfBatch]:
+        """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
+        groups: Any = samples.groupby(BATCH, sort=False).indices
+        spec = settings_of(files, rows["hook"].iloc[0])
+        positions_of = cache(lambda shape, source: recorded_positions(shape, source, spec))
+        unknown = []
+        for cells in rows[[*self.key, "shape", "source_shape"]].itertuples(index=False, name=None):
+            key, shape, source = cells[:-2], tuple(map(int, cells[-2])), tuple(map(int, cells[-1]))
+            group = groups.get(key[:3])
+            if group is None:
+                unknown.append(key)
+                continue
+            positions = positions_of(shape, source)
+            if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
+                of = f" of {list(source)}" if shape != source else ""
+                tensor = f"shape {list(shape)}{of} in a batch of {len(group)} samples"
+                message = f"the tensors of layer {self.layer!r} have no samples in dimension 0: {tensor}"
+                fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
+                raise ConfigError(Problem("layer", message, self.layer, fix=fix))
+            yield TensorOfBatch(key, shape, source, group[positions])
+        if len(unknown) == len(rows):
+            fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
+            raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
+        if unknown:
+            first = ", ".join(f"{name} {value}" for name, value in zip(self.key, unknown[0], strict=True))
+            which = first if len(unknown) == 1 else f"the first at {first}"
+            files.report_skipped(f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
+
+    def common_shape(self, batches: Sequence[TensorOfBatch], first: int = 1) -> Shape:
+        """Return the shape of the tensors from dimension `first`, which must be the same in all batches."""
+        shapes = list(dict.fromkeys(batch.shape[first:] for batch in batches))
+        if len(shapes) > 1:
+            message = f"the tensors of layer {self.layer!r} differ in shape between batches"
+            fix = "record a part of equal shape with 'slice'; run.tensors() reads tensors of any shape"
+            given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
+            raise ConfigError(Problem("layer", message, given, fix=fix))
+        return shapes[0]
+
+    def in_dataset_order(self, samples: pd.DataFrame) -> tuple[Array, Array]:
+        """Return the ids in the order of the result, integers sorted, and the position in `samples` of each."""
+        samples = samples.reset_index(drop=True)
+        ids = ids_of(samples)
+        are_names = ids.dtype == "string"
+        is_repeated = ids.duplicated()
+        if is_repeated.any():
+            counts = samples["step"].groupby(ids, sort=not are_names).nunique()
+            for name in counts.index[counts > 1][:1].tolist():
+                steps = sorted(samples["step"][ids == name].unique().tolist())
+                message = f"the samples occur in several steps: sample {name!r} in steps {shown(steps)}"
+                known = sorted(samples["step"].unique().tolist())
+                fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
+                raise ConfigError(Problem("step", message, self.step, shown(known), fix=fix))
+        first = ids[~is_repeated]
+        first = first if are_names else first.astype(np.int64).iloc[np.argsort(first.to_numpy(np.int64))]
+        return np.array(first, np.str_ if are_names else np.int64), first.index.to_numpy()
+
 
 class TensorOfBatch(NamedTuple):
     """The tensor of one batch. `key`: see `FeatureSelection.key`. `samples`: for each entry, the index among all samples read."""
@@ -138,16 +234,16 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     raw = RawTensors.of(files, [*INDEX, "layer"], original)
     index = plain_labels(raw.index).to_pandas()
     index["tensor"] = np.arange(len(index))
-    rows = select(files, selection, index)
+    rows = selection.select(files, index)
     samples = samples_of(files, rows)
-    tensors = list(batches_of(files, rows, samples, selection))
-    shape, names = squeezed(common_shape(tensors, selection)), rows["dtype"].unique().tolist()
+    tensors = list(selection.batches(files, rows, samples))
+    shape, names = squeezed(selection.common_shape(tensors)), rows["dtype"].unique().tolist()
     if unknown := [name for name in names if not is_known(name)]:
         raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
     dtype = np.result_type(*map(_numpy_dtype, names))
     batches = [*{batch.key[:3]: batch for batch in tensors}.values()]  # those of several calls have the same samples
     read = np.concatenate([batch.samples for batch in batches])
-    ids, first = _in_dataset_order(samples.iloc[read], selection)
+    ids, first = selection.in_dataset_order(samples.iloc[read])
     destinations = np.full(len(read), -1)
     destinations[first] = np.arange(len(first))
     calls = sorted(rows["call"].unique().tolist())
@@ -163,47 +259,6 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     parts = dict(zip(calls, features.swapaxes(0, 1) if selection.joins_calls else [features], strict=True))
     _copy_values(files, raw, rows, destinations_of, parts)
     return Features(features, targets_of(samples.iloc[read[first]]), ids)
-
-
-def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the tensors of a selection, without their values, in the order of the batches, as `features_of` reads them.
-
-    `index`: the original calls in the table `tensors`.
-    """
-    rows = index[index["layer"] == selection.layer_name]
-    if rows.empty:
-        layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
-        similar = similar_names(selection.layer, layers)
-        fix = "set 'tensors: true' in a record hook of this layer"
-        message = "no tensors of this layer were recorded"
-        raise ConfigError(Problem("layer", message, selection.layer, shown(layers), similar, fix))
-    for name, value in selection.given.items():
-        allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
-        known = sorted(rows[name].unique().tolist())
-        rows = rows[rows[name].isin(allowed)]
-        missing = [] if isinstance(value, range) else [each for each in allowed if each not in known]
-        if rows.empty or missing:
-            given = missing[0] if missing else value
-            message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
-            similar = similar_names(given, known) if isinstance(given, str) and isinstance(known[0], str) else []
-            raise ConfigError(Problem(name, message, given, shown(known), similar))
-    for name in _CHOICES[:-1] if selection.joins_calls else _CHOICES:
-        values = sorted(rows[name].unique().tolist())
-        if len(values) > 1:
-            message = f"layer {selection.layer!r} has tensors of several {name}s"
-            raise ConfigError(Problem(name, message, allowed=shown(values), fix=f"pass {name}={values[0]!r}"))
-    kind = KINDS.get(rows["kind"].iloc[0])
-    if kind is not None and kind.family != "module":
-        message = f"tensors of kind {kind.name} have no samples"
-        raise ConfigError(Problem("hook", message, selection.hook, "a hook on the outputs or inputs of a module"))
-    if len(shards := rows[rows["scope"] == "shard"]):
-        message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
-        fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
-        raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-    if rows.duplicated(selection.key).any():
-        message = f"layer {selection.layer!r} has several tensors of the same batch: a phase began twice in a step"
-        raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
-    return rows.sort_values(selection.key, kind="stable", ignore_index=True)
 
 
 def shown(values: Sequence[Any]) -> str:
@@ -247,62 +302,12 @@ def recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -
     return None if len(recorded) == 1 else samples  # `max_elements` has flattened it
 
 
-def batches_of(
-    files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
-) -> Iterator[TensorOfBatch]:
-    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
-    groups: Any = samples.groupby(BATCH, sort=False).indices
-    spec = settings_of(files, rows["hook"].iloc[0])
-    positions_of = cache(lambda shape, source: recorded_positions(shape, source, spec))
-    unknown = []
-    for cells in rows[[*selection.key, "shape", "source_shape"]].itertuples(index=False, name=None):
-        key, shape, source = cells[:-2], tuple(map(int, cells[-2])), tuple(map(int, cells[-1]))
-        group = groups.get(key[:3])
-        if group is None:
-            unknown.append(key)
-            continue
-        positions = positions_of(shape, source)
-        if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
-            of = f" of {list(source)}" if shape != source else ""
-            tensor = f"shape {list(shape)}{of} in a batch of {len(group)} samples"
-            message = f"the tensors of layer {selection.layer!r} have no samples in dimension 0: {tensor}"
-            fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
-            raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-        yield TensorOfBatch(key, shape, source, group[positions])
-    if len(unknown) == len(rows):
-        fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
-        raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
-    if unknown:
-        first = ", ".join(f"{name} {value}" for name, value in zip(selection.key, unknown[0], strict=True))
-        which = first if len(unknown) == 1 else f"the first at {first}"
-        files.report_skipped(f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
-
-
 def ids_of(samples: pd.DataFrame) -> pd.Series:
     """Return the id of each sample: integers, or strings if any id is a string."""
     ids: pd.Series = samples["sample"]
     if samples["id"].notna().any():  # other batches may have integers
         ids = samples["id"].astype("string").fillna(ids.astype("Int64").astype("string"))
     return ids
-
-
-def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tuple[Array, Array]:
-    """Return the ids in the order of the result, integers sorted, and the position in `samples` of each."""
-    samples = samples.reset_index(drop=True)
-    ids = ids_of(samples)
-    are_names = ids.dtype == "string"
-    is_repeated = ids.duplicated()
-    if is_repeated.any():
-        counts = samples["step"].groupby(ids, sort=not are_names).nunique()
-        for name in counts.index[counts > 1][:1].tolist():
-            steps = sorted(samples["step"][ids == name].unique().tolist())
-            message = f"the samples occur in several steps: sample {name!r} in steps {shown(steps)}"
-            known = sorted(samples["step"].unique().tolist())
-            fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
-            raise ConfigError(Problem("step", message, selection.step, shown(known), fix=fix))
-    first = ids[~is_repeated]
-    first = first if are_names else first.astype(np.int64).iloc[np.argsort(first.to_numpy(np.int64))]
-    return np.array(first, np.str_ if are_names else np.int64), first.index.to_numpy()
 
 
 def targets_of(samples: pd.DataFrame) -> Array | None:
@@ -320,17 +325,6 @@ def targets_of(samples: pd.DataFrame) -> Array | None:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype: np.dtype[Any] = array_of(None, b"", (0,), name).dtype
     return dtype
-
-
-def common_shape(batches: Sequence[TensorOfBatch], selection: FeatureSelection, first: int = 1) -> Shape:
-    """Return the shape of the tensors from dimension `first`, which must be the same in all batches."""
-    shapes = list(dict.fromkeys(batch.shape[first:] for batch in batches))
-    if len(shapes) > 1:
-        message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
-        fix = "record a part of equal shape with 'slice'; run.tensors() reads tensors of any shape"
-        given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
-        raise ConfigError(Problem("layer", message, given, fix=fix))
-    return shapes[0]
 
 
 def squeezed(shape: Shape) -> Shape:

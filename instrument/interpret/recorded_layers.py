@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import hooks_of
-from ..analysis.features import BATCH, Array, Features, recorded_positions, settings_of, shown
+from ..analysis.features import BATCH, Array, Features, FeatureSelection, recorded_positions, settings_of
 from ..analysis.load import Run
 from ..analysis.plot_data import Batch, PlottedTensor, forward_order, rank_in, recorded_tensors
 from ..analysis.run_tables import RunTables
@@ -236,12 +236,8 @@ class Recorded:
         """
         if run.count("samples"):
             return run.features(layer, **self.conditions)
-        rows = run.tensors(layer=layer, recompute=False, backward=0, **self.conditions)
-        for name in ("hook", "phase", "path", "call"):
-            if len(values := sorted(rows[name].unique().tolist())) > 1:
-                message = f"layer {layer!r} has tensors of several {name}s"
-                raise InstrumentError(Problem(name, message, allowed=shown(values), fix=f"pass {name}={values[0]!r}"))
-        rows = rows.sort_values(BATCH, kind="stable")
+        found = run.tensors(layer=layer, recompute=False, backward=0, **self.conditions)
+        rows = FeatureSelection(layer, **self.conditions).select(run.files[0], found)
         if len({values.shape[1:] for values in rows["values"]}) > 1:
             raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))
         joined: Array = np.concatenate([*rows["values"]])
