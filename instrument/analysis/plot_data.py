@@ -276,20 +276,13 @@ def series_where(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) 
     return [series for series in series_in(frame) if does_fit(series.of(frame))]
 
 
-def select_series(
-    candidates: Sequence[RecordedSeries],
-    *,
-    hook: str | None = None,
-    kind: str | None = None,
-    role: str | None = None,
-    phase: str | None = None,
-) -> RecordedSeries:
-    """Return the one series that matches the arguments: of several phases, `train`. Raise an InstrumentError with the candidates."""
-    wanted = {key: word for key, word in zip(KEYS, (hook, kind, role, phase), strict=True) if word is not None}
+def select_series(candidates: Sequence[RecordedSeries], **fields: str | None) -> RecordedSeries:
+    """Return the one series with the given fields: of several phases, `train`. Raise an InstrumentError with the candidates."""
+    wanted = {key: word for key, word in fields.items() if word is not None}
     for key, word in wanted.items():
         check_choice(word, [getattr(series, key) for series in candidates], key, "no data with this value was recorded")
     fitting = [s for s in candidates if all(getattr(s, key) == word for key, word in wanted.items())]
-    if phase is None:
+    if "phase" not in wanted:
         fitting = [series for series in fitting if series.phase == "train"] or fitting
     if len(fitting) == 1:
         return fitting[0]
