@@ -70,15 +70,12 @@ def attribution_of_model(  # noqa: PLR0917
         if method == INTEGRATED:
             gradients = passes.mean_gradients(inputs, values, others, steps)
         effects = passes.effects(start, others, heads) if exact else {}
-    found = {}
-    for at, value in values.items():
-        found[at] = [(sign * (value.double() - others[at].double()) * gradients[at].double()).cpu().numpy()]
+    scaled = {at: sign * (value.double() - others[at].double()) for at, value in values.items()}
+    found = {at: [(each * gradients[at].double()).cpu().numpy()] for at, each in scaled.items()}
     name = of if isinstance(of, str) else getattr(of, "__name__", type(of).__name__)
-    exact_effects: dict[TensorLocation, dict[str, float]] = {}
-    for at, each in effects.items():
-        exact_effects[at] = {column: sign * (number - new) + 0.0 for column, new in each.items()}
+    changes = {at: {name: sign * (number - new) + 0.0 for name, new in each.items()} for at, each in effects.items()}
     order = [layer for layer, _ in model.named_modules()]
-    return make_attribution(method, name, found, order, heads, taken={}, change=change, exact=exact_effects or None)
+    return make_attribution(method, name, found, order, heads, taken={}, change=change, exact=changes or None)
 
 
 class _Passes:

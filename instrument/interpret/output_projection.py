@@ -136,7 +136,9 @@ def _targets(streams: Features, positions: Sequence[int], length: int, *, tokens
             wanted = np.repeat(wanted[:, None], shape[1], 1)
         return _checked("targets", wanted, shape).ravel()
     if tokens is not None:
-        return _next(_checked("tokens", np.asarray(tokens), complete), positions)
+        ids = _checked("tokens", np.asarray(tokens), complete)
+        following = np.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=-1)  # the last position has none
+        return following[:, [*positions]].ravel()
     if streams.y is not None and np.issubdtype(streams.y.dtype, np.integer):
         return np.repeat(streams.y.astype(np.int64), shape[1])
     return np.full(shape[0] * shape[1], -1)
@@ -147,12 +149,6 @@ def _checked(where: str, given: Array, shape: tuple[int, ...]) -> Array:
         allowed = f"integers of shape {list(shape)}: [samples, positions]"
         raise InstrumentError(Problem(where, "wrong shape or dtype", f"{given.dtype} {list(given.shape)}", allowed))
     return given.astype(np.int64)
-
-
-def _next(tokens: Array, positions: Sequence[int]) -> Array:
-    """Return the next token of each of some positions; the last position of all has none."""
-    wanted: Array = np.concatenate([tokens[:, 1:], np.full((len(tokens), 1), -1)], 1)[:, [*positions]]
-    return wanted.ravel()
 
 
 def _recorded_tokens(run: Run, recorded: Recorded, of: str, streams: Features, shape: tuple[int, ...]) -> Array | None:
