@@ -80,7 +80,7 @@ def patching(
         agreed = "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
         title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreed}"
         return _draw_figure(sweep.grid, tokens, title, f"contribution to {sweep.of}", "no such position")
-    numbers, grid = _numbers_of(sweep, metric, layer, hook, intervention, baseline)
+    numbers, grid = _numbers_of(sweep, metric, intervention, baseline, layer=layer, hook=hook)
     name, is_difference = METRICS.get(metric) or axis_name(metric), baseline is not None or grid.has_baseline
     title = f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
     label = f"{name} minus baseline" if is_difference else name
@@ -111,38 +111,33 @@ def _means(numbers: np.ma.MaskedArray, grid: InterventionGrid) -> pd.DataFrame:
 
 
 def _numbers_of(
-    sweep: Run | Sequence[Run],
-    metric: str,
-    layer: str | None = None,
-    hook: str | None = None,
-    intervention: str | None = None,
-    baseline: Run | None = None,
+    sweep: Run | Sequence[Run], metric: str, intervention: str | None = None, baseline: Run | None = None, **where: Any
 ) -> tuple[np.ma.MaskedArray, InterventionGrid]:
     """Return the numbers of the runs [rows, columns, seeds], and their grid."""
     runs = combine_runs(sweep)
     known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
     check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
-    number = _numbers(runs, metric, layer, hook)
-    numbers = grid.numbers(number, None if baseline is None else _reference(baseline, grid, metric, layer, hook))
+    reference = None if baseline is None else _reference(baseline, grid, metric, **where)
+    numbers = grid.numbers(_numbers(runs, metric, **where), reference)
     if not np.isfinite(numbers).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(Problem("metric", message, metric))
     return numbers, grid
 
 
-def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
+def _numbers(runs: Run, metric: str, *, layer: str | None = None, hook: str | None = None) -> Callable[[int], float]:
     if metric in METRICS or metric in runs.custom_metrics:
         return lambda index: metric_of(runs, index, metric)
     return lambda index: statistic_of_run(runs, index, metric, layer="" if layer == "." else layer, hook=hook)
 
 
-def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | None, hook: str | None) -> float:
+def _reference(baseline: Run, grid: InterventionGrid, metric: str, **where: Any) -> float:
     baseline.check_single("baseline")
     if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
         message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
         raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
-    return _numbers(baseline, metric, layer, hook)(0)
+    return _numbers(baseline, metric, **where)(0)
 
 
 def _draw_figure(
