@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -89,15 +91,10 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
 
         return StepRows(*moment, layout, statistic, *others, relations=relations.get(moment, ()))
 
-    position = 0
-    for moment, stats in _statistics(run, read, condition):
-        while position < len(left) and time_order(left[position]) < time_order(moment):
-            yield rows_of(left[position], no_rows)
-            position += 1
-        position += position < len(left) and left[position] == moment
-        yield rows_of(moment, stats)
-    for moment in left[position:]:
-        yield rows_of(moment, no_rows)
+    recorded = _statistics(run, read, condition)
+    in_order = heapq.merge(recorded, ((each, no_rows) for each in left), key=lambda each: time_order(each[0]))
+    for moment, same in itertools.groupby(in_order, key=itemgetter(0)):
+        yield rows_of(moment, next(same)[1])  # those with statistics come first
 
 
 def _statistics(run: RunTables, read: Set[str], condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
