@@ -25,20 +25,14 @@ HOOKS = "hooks"
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The configuration of a finished run.
-
-    Attributes:
-        rest: The configuration without hooks, seed and keys that do not affect training. Device, number of processes
-            (`ranks`) and dataset are those that were used.
-        hooks: All hooks that are not null by name, in the order in which they run.
-        interventions: The hooks that do not only record.
-    """
+    """The configuration of a finished run."""
 
     index: int
     seed: int
+    # Without hooks, seed and keys that do not affect training. Device, number of processes (`ranks`) and dataset are those used.
     rest: dict[str, Any]
-    hooks: dict[str, dict[str, Any]]
-    interventions: dict[str, dict[str, Any]]
+    hooks: dict[str, dict[str, Any]]  # all that are not null by name, in the order in which they run
+    interventions: dict[str, dict[str, Any]]  # the hooks that do not only record
 
     def at(self, path: Sequence[str]) -> Any:
         """Return the value at a path such as `["hooks", "tame", "norm"]`; None if the path does not exist."""
@@ -147,33 +141,23 @@ MAX_NAMES = 12  # maximum number of keys or values in an error message
 
 @dataclass(frozen=True)
 class RunMatch:
-    """Two runs that differ only in the key.
+    """Two runs that differ only in the key."""
 
-    Attributes:
-        value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
-            text for other lists and mappings.
-        by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
-    """
-
+    # Of the key: a number, a string or None; the name of the option of a config group; YAML text for other lists and mappings.
     value: Any
     index: int
     baseline: int
     seed: int
-    by: tuple[Any, ...] = ()
+    by: tuple[Any, ...] = ()  # of the keys that separate comparisons; of the baseline run, if it alone has the hook
 
 
 @dataclass(frozen=True)
 class RunMatches:
-    """All matches for a key.
-
-    Attributes:
-        matches: The matches ordered by value, numbers first.
-        left_out: The reason for each unmatched run, by index of the run.
-    """
+    """All matches for a key."""
 
     baseline: Any
-    matches: list[RunMatch]
-    left_out: dict[int, str]
+    matches: list[RunMatch]  # ordered by value, numbers first
+    left_out: dict[int, str]  # the reason for each unmatched run, by index of the run
 
 
 def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:

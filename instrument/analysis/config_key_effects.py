@@ -39,18 +39,12 @@ MEASURED_TABLES = ["metrics", *(name for name, table in TABLES.items() if table.
 
 @dataclass(frozen=True)
 class Means:
-    """Means of one table of one run.
-
-    Attributes:
-        locations: The locations, as tuples of those columns in LOCATION_COLUMNS that the table has.
-        values: float64, shape [locations, columns]; not finite if any of the numbers is not finite, 0 if there are none.
-        counts: Number of averaged numbers, shape [locations, columns].
-    """
+    """Means of one table of one run."""
 
     columns: tuple[str, ...]
-    locations: list[tuple[str, ...]]
-    values: np.ndarray
-    counts: np.ndarray
+    locations: list[tuple[str, ...]]  # of those columns in LOCATION_COLUMNS that the table has
+    values: np.ndarray  # float64 [locations, columns]; not finite if any number is not finite, 0 if there are none
+    counts: np.ndarray  # of averaged numbers, [locations, columns]
 
 
 def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:

@@ -91,15 +91,7 @@ class _Source(NamedTuple):
 
 
 class _Run:
-    """The batches of one run: the tensors of each layer, and what belongs to their samples and positions.
-
-    Attributes:
-        sources: The tensors of the layers, and the recorded inputs `token`, `mask` and `target`, by their names in a batch.
-        columns: For each batch the positions of the indices of dimension 1; None if samples are the items.
-        kept: For each batch the numbers of its items among its positions, int32; None if all are items.
-        ids: The ids of all samples.
-        targets: The targets of all samples; None without.
-    """
+    """The batches of one run: the tensors of each layer, and what belongs to their samples and positions."""
 
     def __init__(self, files: RunFiles, selections: Sequence[FeatureSelection], items: Items) -> None:
         self.files, self.first, self._flat = files, selections[0].layer, items.flatten is not None
@@ -125,11 +117,12 @@ class _Run:
         dtypes = index["dtype"].map(lambda name: getattr(torch, name, torch.float32))  # those stored with a scale
         self.in_row_groups = bool(index["block"].isna()[recorded.which].any())
         samples = self._samples.iloc[np.concatenate([batch.samples for batch in self.batches])]
-        self.ids: Array = ids_of(samples).to_numpy()
+        self.ids: Array = ids_of(samples).to_numpy()  # of all samples, like the targets
         self.targets = targets_of(samples) if items.with_targets is True else None
         if items.with_targets is True and self.targets is None:
             fix = "call probe.batch(ids=ids, targets=targets), or pass the name of a recorded input"
             raise ConfigError(Problem("with_targets", "no targets were recorded", fix=fix))
+        # For each batch the positions of the indices of dimension 1; None if samples are the items.
         self.columns = recorded.columns if self._flat else None
         if self._flat:
             layers = {name: self._located(each, "flatten", f"layer {name!r}") for name, each in layers.items()}
@@ -142,11 +135,13 @@ class _Run:
         sources |= {name: each for name, each in inputs.items() if each is not None}
         mask = sources.pop("mask", None) if self._flat else None
         promoted = {name: reduce(torch.promote_types, dtypes[each.which].unique()) for name, each in sources.items()}
+        # The tensors of the layers, and the recorded inputs `token`, `mask` and `target`, by their names in a batch.
         self.sources = {name: each._replace(dtype=promoted[name]) for name, each in sources.items()}
         special = torch.tensor(list(items.special_tokens), dtype=torch.int64)
         if len(special) and "token" not in sources:
             raise ConfigError(Problem("special_tokens", "the tokens were not recorded", fix="pass tokens=NAME"))
         masks = [(mask, torch.zeros(1)), (sources.get("token"), special)]
+        # For each batch the numbers of its items among its positions, int32; None if all are items.
         self.kept = [self._kept(number, masks) for number in range(len(self.batches))] if self._flat else None
         del self._index, self._samples
 

@@ -17,16 +17,13 @@ class DuckDBFiles(AbstractFileSystem):  # type: ignore[misc]
 
     Args:
         folder: The folder of a run, whose file system this is.
-
-    Attributes:
-        error: Why the last file could not be opened; DuckDB reports only a traceback. None if there is no error.
     """
 
     cachable = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # why the last file could not be opened; DuckDB reports only a traceback
         self._names: set[str] = set()
         self._files = cast(Any, folder).fs if is_address(folder) else LocalFileSystem()
         self._is_remote = is_address(folder)

@@ -88,15 +88,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class PlottedTensor:
-    """The identity of a row of the tensors table.
-
-    Attributes:
-        path: Path of the tensor in the value of the module, such as `softmax.0`; or name of the parameter.
-    """
+    """The identity of a row of the tensors table."""
 
     series: RecordedSeries
     layer: str
-    path: str
+    path: str  # in the value of the module, such as `softmax.0`; or the name of the parameter
     call: int
     backward: int
     batch: Batch
@@ -137,19 +133,12 @@ def recorded_tensors(run: RunTables | pd.DataFrame) -> list[PlottedTensor]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One number for each location and group of steps.
+    """One number for each location and group of steps."""
 
-    Attributes:
-        locations: Names of the locations in forward order; shape [locations].
-        first: First step of each group; shape [groups].
-        last: Last step of each group; shape [groups].
-        values: float64, shape [locations, groups]; NaN for missing values.
-    """
-
-    locations: list[str]
-    first: np.ndarray
+    locations: list[str]  # in forward order
+    first: np.ndarray  # the first step of each group
     last: np.ndarray
-    values: np.ndarray
+    values: np.ndarray  # float64 [locations, groups]; NaN for missing values
 
     @property
     def is_grouped(self) -> bool:
@@ -228,17 +217,11 @@ def _first_outputs(stats: pd.DataFrame) -> list[str]:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Groups of consecutive steps.
+    """Groups of consecutive steps."""
 
-    Attributes:
-        first: First step of each group; shape [groups].
-        last: Last step of each group; shape [groups].
-        number: Index of the group of each step, indexed by step.
-    """
-
-    first: np.ndarray
+    first: np.ndarray  # the first step of each group
     last: np.ndarray
-    number: pd.Series
+    number: pd.Series  # the index of the group of each step, indexed by step
 
     def __len__(self) -> int:
         return len(self.first)

@@ -48,43 +48,27 @@ class RunHistory:
         info: The content of run.json.
         room: The maximum number of values of all series, and of the metrics of a phase.
         version: The current version, a number that increases with each change.
-
-    Attributes:
-        order_version: The version of the last change of `order`.
-        layers: The rows of the table `layers`.
-        coverage: The rows of the table `coverage`.
-        events: The first events of each severity, and the first one of each rule and layer.
-        event_counts: The number of events by rule, severity and layer.
-        fired: The events with a value, which rules write; each rule writes few.
-        effects: The effects of interventions by series.
-        acted: The steps at which each intervention fired and its condition held, without values.
-        acted_steps: The same steps by intervention, in ascending order.
-        distributions: The quantiles and histograms.
-        metrics: The metrics by phase. The only location is empty.
-        places: The layer and the module type of each location.
-        not_finite: By phase and metric, steps at which the metric was recorded but is not finite.
-        last_metrics: By phase and metric, the last step at which it was recorded, and its value there.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any], room: int = MAX_VALUES, version: int = 0) -> None:
         self.folder = folder
         self.info = info
         self.room = room
-        self.version = self.order_version = version
+        self.version = self.order_version = version  # the current one, and that of the last change of `order`
         self.custom = custom_statistics_of([info])
-        self.layers: list[dict[str, Any]] = []
-        self.coverage: list[dict[str, Any]] = []
-        self.events: list[dict[str, Any]] = []
-        self.event_counts: Counter[tuple[str, str, str | None]] = Counter()
-        self.fired: list[RuleEvent] = []
-        self.effects: dict[RecordedSeries, StepHistory] = {}
-        self.acted: dict[str, StepHistory] = {}
-        self.acted_steps: dict[str, np.ndarray] = {}
-        self.distributions = DistributionHistory()
-        self.metrics: dict[str, StepHistory] = {}
-        self.not_finite: dict[tuple[str, str], list[int]] = {}
-        self.last_metrics: dict[str, dict[str, tuple[int, float]]] = {}
-        self.places: dict[str, tuple[str, str]] = {}
+        self.layers: list[dict[str, Any]] = []  # the rows of this table
+        self.coverage: list[dict[str, Any]] = []  # the rows of this table
+        self.events: list[dict[str, Any]] = []  # the first ones of each severity, and that of each rule and layer
+        self.event_counts: Counter[tuple[str, str, str | None]] = Counter()  # by rule, severity and layer
+        self.fired: list[RuleEvent] = []  # with a value, which rules write; each rule writes few
+        self.effects: dict[RecordedSeries, StepHistory] = {}  # of interventions
+        self.acted: dict[str, StepHistory] = {}  # when each intervention fired and its condition held, without values
+        self.acted_steps: dict[str, np.ndarray] = {}  # the same steps, in ascending order
+        self.distributions = DistributionHistory()  # the quantiles and histograms
+        self.metrics: dict[str, StepHistory] = {}  # by phase; the only location is empty
+        self.not_finite: dict[tuple[str, str], list[int]] = {}  # the steps of such values, by phase and metric
+        self.last_metrics: dict[str, dict[str, tuple[int, float]]] = {}  # by phase and metric: the last step, the value
+        self.places: dict[str, tuple[str, str]] = {}  # the layer and the module type of each location
         self._measured: dict[RecordedSeries, StepHistory] = {}
         self._spread: dict[RecordedSeries, StepHistory] = {}  # minimum, maximum and median of distributions
         # The first process whose statistics, or distributions, of a location were read.

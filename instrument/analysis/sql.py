@@ -234,16 +234,11 @@ def _quoted_name(text: str) -> str:
 
 
 class _TableFiles(NamedTuple):
-    """The files and rows of a table of several runs.
-
-    Attributes:
-        owners: The index of the run of each file.
-        unwritten: The rows that are not in Parquet files yet, with all columns.
-    """
+    """The files and rows of a table of several runs."""
 
     paths: list[Path]
-    owners: list[int]
-    unwritten: pa.Table
+    owners: list[int]  # the index of the run of each file
+    unwritten: pa.Table  # the rows that are not in Parquet files yet, with all columns
 
 
 def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:

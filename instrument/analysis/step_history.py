@@ -68,20 +68,14 @@ class StepHistory:
 
     Args:
         room: The maximum number of values.
-
-    Attributes:
-        locations: The names of the locations, by row of the values.
-        width: The number of steps of a group.
-        rebuilt: The version of the last change to groups, locations or statistics that concerns all values.
-        has_several: Whether a location has several rows in a step, as far as these were added together.
     """
 
     def __init__(self, room: int = MAX_VALUES) -> None:
         self.room = room
-        self.locations: list[str] = []
-        self.width = 1
-        self.rebuilt = 0
-        self.has_several = False
+        self.locations: list[str] = []  # by row of the values
+        self.width = 1  # the number of steps of a group
+        self.rebuilt = 0  # the version of the last change to groups, locations or statistics that concerns all values
+        self.has_several = False  # whether a location has several rows in a step, as far as these were added together
         self._row_of: dict[str, int] = {}
         self._values: dict[str, _Values] = {}
         self._column_of: dict[int, int] = {}  # by step // width
@@ -218,16 +212,11 @@ class LocationDistributions:
 
 
 class DistributionHistory:
-    """The distributions of all locations of a run.
-
-    Attributes:
-        locations: The distributions by series and name of the location.
-        rebuilt: The version of the last change that concerns more than some steps.
-    """
+    """The distributions of all locations of a run, by series and name of the location."""
 
     def __init__(self) -> None:
         self.locations: dict[tuple[RecordedSeries, str], LocationDistributions] = {}
-        self.rebuilt = 0
+        self.rebuilt = 0  # the version of the last change that concerns more than some steps
         self._numbers = 1  # the largest number of quantiles and counts in a row
 
     def add(self, at: tuple[RecordedSeries, str], rows: pa.Table, version: int) -> None:

@@ -20,13 +20,9 @@ GREY, COLOURED = 1, 3  # numbers of channels of an image
 
 @dataclass(frozen=True)
 class TensorMaps(PlottedTensor):
-    """A stack of maps: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
+    """A stack of maps: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters."""
 
-    Attributes:
-        samples: The position in the batch of each recorded sample.
-    """
-
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # the position in the batch of each recorded sample
 
     @property
     def what(self) -> str:

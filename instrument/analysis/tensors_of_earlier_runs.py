@@ -59,15 +59,10 @@ class TensorPlace(NamedTuple):
 
 
 class RecordedSamples(NamedTuple):
-    """The recorded values of samples.
+    """The recorded values of samples."""
 
-    Attributes:
-        values: [samples, ...], without dimensions of size 1 at the end.
-        rows: The row of each sample, by its id.
-    """
-
-    values: Tensor
-    rows: dict[int | str, int]
+    values: Tensor  # [samples, ...], without dimensions of size 1 at the end
+    rows: dict[int | str, int]  # the row of each sample, by its id
 
 
 def _phases_at(step: _Step, place: _Request) -> str:
@@ -94,12 +89,9 @@ class RunArchive(Archive):
 
     Args:
         shard: Maps the samples of a batch to those of this process; None if this is unknown.
-
-    Attributes:
-        substitutes_samples: Whether values of another sample replace missing ones. A dry run uses batches of other steps.
     """
 
-    substitutes_samples = False
+    substitutes_samples = False  # whether others replace missing ones: a dry run uses batches of other steps
 
     def __init__(self, ranks: int = 1, shard: Callable[[range], range] | None = None) -> None:
         super().__init__()

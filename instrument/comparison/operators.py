@@ -41,56 +41,35 @@ _EARLIER = "the weights, the state of the optimizer or the batch. Replay an earl
 
 @dataclass(frozen=True)
 class OperatorDifference:
-    """An output of an operator whose bits differ.
+    """An output of an operator whose bits differ."""
 
-    Attributes:
-        a: Its row of `operators` in the first run.
-        b: Its row in the other run.
-        statistic: The statistic that differs most.
-        difference: Its relative difference; 0 if only the bits differ. Infinite if no relation of the processes is possible.
-        before: The number of compared outputs before it in this step, and how many of them have equal bits.
-        between: For each run, the operators that only it has between the last matched output and this one.
-        reason: For different numbers of processes, why the output follows no relation.
-    """
-
-    a: Mapping[str, Any]
+    a: Mapping[str, Any]  # its row of `operators` in the first run
     b: Mapping[str, Any]
-    statistic: str
-    difference: float
-    before: tuple[int, int]
-    between: tuple[tuple[str, ...], tuple[str, ...]]
-    reason: str = ""
+    statistic: str  # the one that differs most
+    difference: float  # relative; 0 if only the bits differ, infinite if no relation of the processes is possible
+    before: tuple[int, int]  # the outputs compared before it in this step, and those of them with equal bits
+    between: tuple[tuple[str, ...], tuple[str, ...]]  # operators that only one run has since the last matched output
+    reason: str = ""  # for different numbers of processes, why the output follows no relation
 
 
 @dataclass(frozen=True)
 class OperatorDifferences:
-    """The differences between the operators of two runs.
+    """The differences between the operators of two runs."""
 
-    Attributes:
-        steps: The compared steps.
-        left_out: How many later steps of both runs are not compared. For different numbers of processes, these are those after the first
-            step of an optimizer that divides, such as Adam, which can amplify rounding.
-        precisions: The precisions of the two runs.
-        tolerance: The relative difference above which outputs differ.
-        compared: The number of outputs that both runs have. Views, collectives and unreadable tensors have no bits to compare.
-        different: The number of those whose bits differ.
-        first: The first one whose bits differ; None without one.
-        above: The first one whose difference is above the tolerance; None without one.
-        unmatched: For each run, the number of outputs that only it has.
-        relations: For different numbers of processes, one row per compared output: `step`, `number`, `part`, `layer`, `operator`,
-            `source` and `output` in the first run, its `relation`, which is empty if none holds within the tolerance, and the
-            relative `difference` from it. None for equal numbers.
-    """
-
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # that are compared
+    # How many later steps of both runs are not compared. For different numbers of processes, these are those after the first step of an
+    # optimizer that divides, such as Adam, which can amplify rounding.
     left_out: int
     precisions: tuple[Precision, Precision]
-    tolerance: float
-    compared: int
-    different: int
-    first: OperatorDifference | None
-    above: OperatorDifference | None
-    unmatched: tuple[int, int]
+    tolerance: float  # the relative difference above which outputs differ
+    compared: int  # outputs that both runs have; views, collectives and unreadable tensors have no bits to compare
+    different: int  # outputs whose bits differ
+    first: OperatorDifference | None  # the first one whose bits differ
+    above: OperatorDifference | None  # the first one whose difference is above the tolerance
+    unmatched: tuple[int, int]  # outputs that only this run has
+    # For different numbers of processes, one row per compared output: `step`, `number`, `part`, `layer`, `operator`, `source` and `output`
+    # in the first run, its `relation`, which is empty if none holds within the tolerance, and the relative `difference` from it.
+    # None for equal numbers.
     relations: pd.DataFrame | None
 
 

@@ -45,14 +45,10 @@ class MatchedOutputs:
         sides: For each run, the rows of its processes with fingerprints.
         floor: The lower limit of the l2 of a gradient, relative to the largest one, and of the numbers of an optimizer, relative to the
             largest result of this operator. Smaller ones can be rounding alone, such as the gradient of the bias of a key in attention.
-
-    Attributes:
-        programs: The rows of each process, first those of the first run.
-        at: The indices of the matched outputs in them, [processes, outputs].
-        divides: Which of these outputs are of an optimizer that divides, bool [outputs].
     """
 
     def __init__(self, sides: Sequence[pd.DataFrame], floor: float) -> None:
+        # The rows of each process, first those of the first run.
         self.programs = [rows.reset_index(drop=True) for side in sides for _, rows in side.groupby("rank")]
         self._of_runs = np.split(np.arange(len(self.programs)), [sides[0]["rank"].nunique()])
         every = pd.concat(self.programs)
@@ -65,7 +61,7 @@ class MatchedOutputs:
         )
         pairs = [dict(common_subsequence(names[0], each)) for each in names]
         matched = sorted(set.intersection(*map(set, pairs)))
-        self.at = np.array([[of[i] for i in matched] for of in pairs], np.int64)
+        self.at = np.array([[of[i] for i in matched] for of in pairs], np.int64)  # their indices [processes, outputs]
         rows = [program.iloc[index] for program, index in zip(self.programs, self.at, strict=True)]
         self._numbers = {
             name: np.stack([each[name].to_numpy(np.float64, na_value=np.nan) for each in rows])
@@ -81,6 +77,7 @@ class MatchedOutputs:
         part = rows[0]["part"].to_numpy()
         self._is_optimizer, self._is_backward = part == "optimizer", part == "backward"
         self._is_integer = rows[0]["dtype"].str.contains("int").to_numpy(bool) & ~self._is_optimizer
+        # Which outputs are of an optimizer that divides, bool [outputs].
         self.divides = self._is_optimizer & rows[0]["name"].str.contains(_DIVISIONS).to_numpy(bool)
 
     def differences(self) -> Array:

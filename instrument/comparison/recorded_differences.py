@@ -80,13 +80,7 @@ class Comparison:
             tolerances, if none is given. float64, shape [locations].
         order: For tensors of other programs, the index in the order of execution by layer, role, path, call and step.
 
-    Attributes:
-        tolerances: The tolerance of each location; float64, shape [locations].
-        rows: The number of compared rows of statistics of each location; int64, shape [locations].
-        has_values: Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
-        precisions: The precisions of the two runs; empty before the first rows are compared.
-
-    The other attributes are those of `Diff`; `unmatched` is `unmatched_rows` there.
+    Attributes without a comment are those of `Diff`; `unmatched` is `unmatched_rows` there.
     """
 
     def __init__(
@@ -101,7 +95,7 @@ class Comparison:
         self.runs, self.locations, self._tables = runs, locations, tables
         both = {table: one.rows.keys() & other.rows.keys() for table, (one, other) in tables.items()}
         self.steps = {table: sorted({step for _, step in rows}) for table, rows in both.items()}
-        self.precisions: tuple[Precision, ...] = ()
+        self.precisions: tuple[Precision, ...] = ()  # of the two runs, as soon as rows are compared
         self._given = tolerance
         self.tolerance = math.nan if tolerance is None else tolerance
         self.first: FirstDifference | None = None
@@ -112,12 +106,13 @@ class Comparison:
                 self.unmatched[side] += sum(count for (_, step), count in one.rows.items() if step not in common)
         self.other_parts = 0
         count = len(locations)
-        self.tolerances, self._noise, self._order = np.full(count, self.tolerance), noise, order
+        self.tolerances, self._noise, self._order = np.full(count, self.tolerance), noise, order  # of the locations
         self._depth = np.maximum((locations["role"] == "output").to_numpy(np.int64).cumsum(), 1)
         self._terms, self._coarsest = 1, PRECISIONS["float64"]  # of all tensors so far
-        self.rows = np.zeros(count, np.int64)
+        self.rows = np.zeros(count, np.int64)  # the number of compared rows of statistics of each location
         self.with_bits = 0
         self.first_bits: tuple[int, int, int] | None = None
+        # Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
         self.has_values = False
         self._before = 0.0
         self._first_step, self._step_of_largest = np.full(count, np.nan), np.full(count, np.nan)

@@ -35,14 +35,12 @@ OTHER_LINES = 14  # of a frame: headings, empty lines, the first finding, progre
 class LiveRun(RunHistory):
     """The history of a run in a local or remote folder, updated by `refresh`. It reads some tables, or all that are shown.
 
-    Attributes:
-        version: A number that increases with each refresh that finds changes.
-        unreachable: The error of the last refresh, if the folder could not be read; otherwise None.
+    `version` increases with each refresh that finds changes.
     """
 
     def __init__(self, folder: Path, tables: Sequence[str] = (), room: int = MAX_VALUES, version: int = 0) -> None:
         self.tables = tuple(tables) or shown_tables()
-        self.unreachable: str | None = None
+        self.unreachable: str | None = None  # the error of the last refresh, if the folder could not be read
         self._reset(folder, room, version)
 
     def _reset(self, folder: Path, room: int, version: int) -> None:

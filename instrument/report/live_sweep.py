@@ -30,7 +30,7 @@ class LiveSweep:
         self.jobs: list[SweepJob] = []  # in the order of their numbers, as of the last refresh
         self.runs: dict[
             Path, LiveRun
-        ] = {}  # the metrics of jobs that have started; those of a finished job are read once
+        ] = {}  # the metrics of jobs that have started; those of a finished one are read once
         self.curves: dict[Path, dict[str, Any]] = {}  # of these jobs; see `metric_curves`
         self.changed: dict[Path, int] = {}  # the version of the last change of these jobs
         self.version = 0  # the number of refreshes that found changes
