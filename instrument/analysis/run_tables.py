@@ -65,16 +65,6 @@ def check_table(name: str) -> None:
         raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
 
 
-def _check_condition(table: str, condition: ds.Expression | None) -> None:
-    """Check that a condition fits a table. Readers would take its error for that of a damaged file."""
-    if condition is None:
-        return
-    try:
-        ds.dataset(TABLES[table].schema.empty_table()).to_table(filter=condition)
-    except pa.ArrowException as error:
-        raise ValueError(f"condition on table {table!r}: {first_line(error)}") from None
-
-
 def _stored(columns: Sequence[str], custom: Sequence[str], *, has_remainders: bool = False) -> list[str]:
     """Return the columns of the files that contain these columns, some of which are custom or have remainders."""
     return [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom or has_remainders else [])]
@@ -230,9 +220,7 @@ class RunTables:
             ValueError: The table, or one of the columns, does not exist, or the condition does not fit the table.
             TypeError: `columns` is a single name.
         """
-        check_table(table)
-        _check_condition(table, condition)
-        custom = self._custom(table, columns)
+        custom = self._custom(table, columns, condition)
         parts = [_frame_of(files, table, columns, custom, condition) for files in self.files]
         return pd.concat(parts, ignore_index=True)
 
@@ -253,9 +241,7 @@ class RunTables:
         Raises:
             ValueError: The table, or one of the columns, does not exist, or the condition does not fit the table.
         """
-        check_table(table)
-        _check_condition(table, condition)
-        custom = self._custom(table, columns)
+        custom = self._custom(table, columns, condition)
         for files in self.files:
             for batch in files.scan(table, _stored(columns, custom), condition):
                 if custom:
@@ -263,7 +249,14 @@ class RunTables:
                 else:
                     yield batch
 
-    def _custom(self, table: str, columns: Sequence[str]) -> list[str]:
+    def _custom(self, table: str, columns: Sequence[str], condition: ds.Expression | None) -> list[str]:
+        """Return which columns are custom ones. Check that the table exists, and has the columns, also those of the condition."""
+        check_table(table)
+        try:  # readers would take the error for that of a damaged file
+            if condition is not None:
+                ds.dataset(TABLES[table].schema.empty_table()).to_table(filter=condition)
+        except pa.ArrowException as error:
+            raise ValueError(f"condition on table {table!r}: {first_line(error)}") from None
         if isinstance(columns, str):
             raise TypeError(f"columns is a list of names, such as [{columns!r}], not one name")
         standard = TABLES[table].schema.names
