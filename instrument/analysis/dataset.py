@@ -27,18 +27,7 @@ from ..errors import ConfigError, Problem, similar_names
 from ..storage.blocks import ALIGNMENT
 from ..storage.parts import ROW_GROUP_BYTES
 from ..storage.run_files import RunFiles
-from .features import (
-    INDEX,
-    Array,
-    FeatureSelection,
-    TensorOfBatch,
-    ids_of,
-    samples_of,
-    settings_of,
-    shown,
-    squeezed,
-    targets_of,
-)
+from .features import INDEX, Array, FeatureSelection, TensorOfBatch, ids_of, samples_of, settings_of, shown, targets_of
 from .frames import plain_labels
 from .raw_tensors import RawTensors
 
@@ -113,7 +102,9 @@ class _Run:
         shapes = {}
         for each in selections:
             shape = each.common_shape(layers[each.layer].batches, 1 + self._flat)
-            shapes[each.layer] = squeezed((0, *shape))[1:]
+            while shape and shape[-1] == 1:
+                shape = shape[:-1]
+            shapes[each.layer] = shape
         dtypes = index["dtype"].map(lambda name: getattr(torch, name, torch.float32))  # those stored with a scale
         self.in_row_groups = bool(index["block"].isna()[recorded.which].any())
         samples = self._samples.iloc[np.concatenate([batch.samples for batch in self.batches])]

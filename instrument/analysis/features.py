@@ -237,7 +237,9 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     rows = selection.select(files, index)
     samples = samples_of(files, rows)
     tensors = list(selection.batches(files, rows, samples))
-    shape, names = squeezed(selection.common_shape(tensors)), rows["dtype"].unique().tolist()
+    shape, names = selection.common_shape(tensors), rows["dtype"].unique().tolist()
+    while len(shape) > 1 and shape[-1] == 1:  # dimensions of size 1 at the end of a sample
+        shape = shape[:-1]
     if unknown := [name for name in names if not is_known(name)]:
         raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
     dtype = np.result_type(*map(_numpy_dtype, names))
@@ -325,13 +327,6 @@ def targets_of(samples: pd.DataFrame) -> Array | None:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype: np.dtype[Any] = array_of(None, b"", (0,), name).dtype
     return dtype
-
-
-def squeezed(shape: Shape) -> Shape:
-    """Return the shape of one sample without dimensions of size 1 at its end. One dimension remains."""
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
 
 
 def _copy_values(
