@@ -10,16 +10,7 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.plot_data import check_choice, evenly_spaced, forward_order, rank_in, select_series
-from ..analysis.tensor_images import (
-    COLOURED,
-    TensorMaps,
-    image_of,
-    limits,
-    maps_in,
-    mosaic,
-    relative_to_channels,
-    smaller,
-)
+from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic, relative_to_channels, smaller
 from ..errors import InstrumentError
 from .axes_and_scales import new_charts, plain, width_or
 from .look import SIGNED, CommonLook, current
@@ -214,7 +205,7 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(title)
-    if len(values) == COLOURED:
+    if len(values) == 3:
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         axes.imshow((values.transpose(1, 2, 0) - low) / ((high - low) or 1.0))
     else:

@@ -8,15 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import (
-    Matrix,
-    RecordedSeries,
-    forward_order,
-    matrices,
-    row_locations,
-    select_series,
-    statistics_in,
-)
+from ..analysis.plot_data import forward_order, matrices, row_locations, select_series, statistics_in
 from ..errors import InstrumentError
 from ..tables.statistics import USUAL_UPDATE_RATIOS
 from . import axes_and_scales as draw
@@ -26,6 +18,8 @@ from .plot_function import plot, series_with, table_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from ..analysis.plot_data import Matrix, RecordedSeries
 
 WIDTH = 4.5  # width of a chart, in inches
 ENDS = (("first", 1, "o"), ("last", 0, "s"))
