@@ -110,9 +110,7 @@ class TrainerCallbackBase:
             raise ConfigError(Problem(HOOKS, message, allowed=allowed, fix=f"{HOOKS}=hooks.yaml, or pass specs"))
         self.specs = specs
         self.out = out
-        self.overwrite = overwrite
-        self.seed = seed
-        self.rules = rules
+        self._options: dict[str, Any] = {"overwrite": overwrite, "seed": seed, "rules": rules}
         self._block: AbstractContextManager[None] = nullcontext()  # in which the hooks are attached
         self._probe: AttachedProbe | None = None
 
@@ -131,16 +129,9 @@ class TrainerCallbackBase:
     def _is_attached(self) -> bool:
         return self._probe is not None and not self._probe.clock.closed
 
-    def _attach(
-        self,
-        model: nn.Module,
-        *,
-        clipped_by: str | None,
-        around: AbstractContextManager[None] | None = None,
-        **more: Any,
-    ) -> None:
-        """Attach to the model until `_detach`. After an exception or an interrupt, nothing is attached."""
-        block = self._attached(model, clipped_by, around or nullcontext(), more)
+    def _attach(self, model: nn.Module, **options: Any) -> None:
+        """Attach to the model until `_detach`; see `_attached`. After an exception or an interrupt, nothing is attached."""
+        block = self._attached(model, **options)
         try:
             block.__enter__()
             self._block = block
@@ -156,10 +147,18 @@ class TrainerCallbackBase:
 
     @signal_safe_contextmanager
     def _attached(
-        self, model: nn.Module, clipped_by: str | None, around: AbstractContextManager[None], more: dict[str, Any]
+        self,
+        model: nn.Module,
+        *,
+        clipped_by: str | None,
+        around: AbstractContextManager[None] | None = None,
+        **more: Any,
     ) -> Iterator[None]:
-        settings: dict[str, Any] = {"overwrite": self.overwrite, "seed": self.seed, "rules": self.rules, **more}
-        with around, attach(model, self.specs, out=self.out, steps_by_loop=True, **settings) as self._probe:
+        options = self._options | more
+        with (
+            around or nullcontext(),
+            attach(model, self.specs, out=self.out, steps_by_loop=True, **options) as self._probe,
+        ):
             self._watch = self._probe.follow_model()
             if clipped_by is not None:
                 self._report_clipping(self._probe, clipped_by)
