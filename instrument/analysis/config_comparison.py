@@ -161,20 +161,12 @@ class RunMatches:
 
 
 def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:
-    """Match the runs that differ in one key, comparing each value with a baseline.
+    """Match the runs that differ in one key, comparing each value with a baseline; see `Run.effects_of`.
 
     A run without the hook that contains the key is matched with the runs that have the hook and differ in nothing else. If an
     override selects several keys, such as `exp`, or if other keys are interpolated from it, the runs of a sweep match that have
-    the same other overrides.
-
-    Args:
-        key: Configuration key or override: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`, `exp`.
-        baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
-            before true); else the first value.
-        by: Other keys whose values separate comparisons.
-
-    Raises:
-        InstrumentError: The runs do not differ in the key, the key or the value does not exist, or no two runs match.
+    the same other overrides. Raise an InstrumentError if the runs do not differ in the key, the key or the value does not exist, or no
+    two runs match.
     """
     all_trainings, left_out = trainings(run)
     by_values = []

@@ -353,9 +353,7 @@ class ActivationDataset(Dataset[Batch]):
     def join(self, items: Array, buffers: Mapping[str, Tensor] | None = None) -> Batch:
         """Read items into one batch for `_part`. Strings are an array.
 
-        Args:
-            items: Their indices, int64 [n], n > 0, in ascending order.
-            buffers: Memory for the tensors. Default: new memory.
+        `items`: their indices, int64 [n], n > 0, in ascending order. `buffers`: memory for the tensors. Default: new memory.
         """
         first, last = np.searchsorted(self._starts, items[[0, -1]], side="right") - 1
         ends = [*np.searchsorted(items, self._starts[first + 1 : last + 1]).tolist(), len(items)]

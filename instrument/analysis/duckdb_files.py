@@ -13,11 +13,7 @@ from ..storage.remote_folder import is_address
 
 
 class DuckDBFiles(AbstractFileSystem):  # type: ignore[misc]
-    """A file system for DuckDB.
-
-    Args:
-        folder: The folder of a run, whose file system this is.
-    """
+    """A file system for DuckDB: that of the folder of a run."""
 
     cachable = False
 

@@ -219,16 +219,7 @@ class TensorOfBatch(NamedTuple):
 
 
 def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None = None) -> Features:
-    """Join the tensors of one run.
-
-    Args:
-        out: A `.npy` file to which the features are written; the array is mapped from it. Default: None, in memory.
-
-    Raises:
-        ConfigError: The selection matches no tensors, or is ambiguous; the tensors have no samples in dimension 0; or
-            the samples of the batches are unknown.
-        InstrumentError: A tensor cannot be read.
-    """
+    """Join the tensors of one run; see `Run.features`, which also lists the errors."""
     # Without repeated calls and further gradients.
     original = (ds.field("layer") == selection.layer_name) & ~ds.field("recompute") & (ds.field("backward") == 0)
     raw = RawTensors.of(files, [*INDEX, "layer"], original)

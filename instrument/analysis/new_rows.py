@@ -45,11 +45,9 @@ class NewRows:
     """Reads the rows of a table that were added since the previous call.
 
     A row is in a journal first and in a Parquet file later. Rows are identified by their index in the order of writing,
-    which a conversion does not change, so each row is returned once. Memory does not grow with the number of rows.
-
-    Args:
-        folder: The folder of the run. A remote folder has no journals: rows appear with each uploaded file.
-        moved: Whether files disappear after they were uploaded, instead of being removed by a resumed run.
+    which a conversion does not change, so each row is returned once. Memory does not grow with the number of rows. A remote folder has no
+    journals: rows appear with each uploaded file. `moved`: whether files disappear after they were uploaded, instead of being removed by a
+    resumed run.
     """
 
     def __init__(self, folder: Path, table: str, columns: Sequence[str], *, moved: bool = False) -> None:

@@ -120,9 +120,7 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
 def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None) -> str:
     """Return numbers as a line of up to 24 small bars. Several numbers share one: their mean is shown.
 
-    Args:
-        values: The numbers; NaN for missing ones; shape [n].
-        not_finite: Which of them are marked as not finite; bool, shape [n]. Default: none.
+    `values` [n]: NaN for missing ones. `not_finite`, bool [n]: which are marked as such.
     """
     bad = np.zeros(len(values), bool) if not_finite is None else not_finite
     pieces = np.array_split(np.arange(len(values)), min(SPARKLINE_WIDTH, max(1, len(values))))
@@ -171,11 +169,9 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def to_html(run: RunTables, name: str = "run", coverage: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """Return the HTML; large tables are not held in memory.
+    """Return the HTML; large tables are not held in memory. `name`: the Python expression of the run in the examples.
 
-    Args:
-        name: The Python expression of the run in the examples of the last line.
-        coverage: The coverage so far of a run in progress. Default: that of the run, whose table is written at its end.
+    `coverage`: that so far of a run in progress. Default: that of the run, whose table is written at its end.
     """
     parts = [*(_sections_of_run(run, name, coverage) if run.folders == [run.path] else _sections_of_sweep(run))]
     if run.problems:

@@ -38,10 +38,8 @@ class RawTensors:
     """The recorded tensors of one run, of which each is read when it is needed.
 
     Tensors in block files are views of mapped memory. Those in Parquet files are read with their row group. It can be pickled, for
-    worker processes. Tensors that a run in progress records later are not included.
-
-    Attributes:
-        index: The rows without the values: `COLUMNS`, and the other requested columns. Row i describes tensor i.
+    worker processes. Tensors that a run in progress records later are not included. Row i of `index`, with `COLUMNS` and the other
+    requested columns, describes tensor i.
     """
 
     COLUMNS: ClassVar[list[str]] = ["rank", "dtype", "shape", *Place._fields]

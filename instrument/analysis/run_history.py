@@ -43,11 +43,7 @@ MIDDLE = 0.5
 class RunHistory:
     """The tables of one run: statistics, effects, distributions and metrics over groups of steps, and all other rows.
 
-    Args:
-        folder: The folder of the run.
-        info: The content of run.json.
-        room: The maximum number of values of all series, and of the metrics of a phase.
-        version: The current version, a number that increases with each change.
+    `room`: the maximum number of values of all series, and of the metrics of a phase. `version` increases with each change.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any], room: int = MAX_VALUES, version: int = 0) -> None:

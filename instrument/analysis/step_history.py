@@ -63,11 +63,8 @@ class _Values:
 class StepHistory:
     """Values of statistics at locations over steps, in groups of equally many steps.
 
-    Rows can be added in any order of steps. When the number of groups reaches its limit, the groups become twice as
-    wide. So memory is bounded, and the result does not depend on the order of the rows.
-
-    Args:
-        room: The maximum number of values.
+    Rows can be added in any order of steps. When the number of groups reaches its limit, the groups become twice as wide. So memory is
+    bounded, and the result does not depend on the order of the rows. `room`: the maximum number of values.
     """
 
     def __init__(self, room: int = MAX_VALUES) -> None:
@@ -95,14 +92,9 @@ class StepHistory:
         values: Mapping[str, np.ndarray],
         version: int,
     ) -> None:
-        """Add rows.
+        """Add rows: `index`, the location of each in `locations`, int64 [rows]; its step, int64 [rows]; and its values.
 
-        Args:
-            locations: Names of locations.
-            index: The index of the location of each row in `locations`; int64, shape [rows].
-            steps: The step of each row; int64, shape [rows].
-            values: By statistic, float64, shape [rows]; NaN for missing values.
-            version: The current version, which increases over time.
+        `values`: by statistic, float64 [rows]; NaN for missing ones. `version` increases over time.
         """
         order = np.argsort(steps, kind="stable")
         index, steps = index[order], steps[order]

@@ -86,14 +86,10 @@ def image_of(maps: TensorMaps, others: list[TensorMaps], sample: int = 0) -> tup
 
 
 def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:
-    """Arrange maps in a grid, separated by NaN.
+    """Arrange maps in a grid, separated by NaN: float64 [rows * (H + 1) - 1, columns * (W + 1) - 1].
 
-    Args:
-        values: [C, H, W], or [out, in, H, W]; a row of the grid has all inputs of one or several outputs.
-        columns: TensorMaps per row. Default: as many as make the grid about square.
-
-    Returns:
-        float64, shape [rows * (H + 1) - 1, columns * (W + 1) - 1].
+    `values`: [C, H, W]; or [out, in, H, W], of which a row of the grid has all inputs of one or several outputs. Without `columns`, the
+    grid is about square.
     """
     together = values.shape[1] if values.ndim == 4 else 1  # maps that must be in the same row
     values = values.reshape(-1, *values.shape[-2:])

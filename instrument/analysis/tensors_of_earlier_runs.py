@@ -85,10 +85,8 @@ def _of_spec(problem: Problem, where: str) -> Problem:
 class RunArchive(Archive):
     """Reads tensors from the folders of runs.
 
-    For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept.
-
-    Args:
-        shard: Maps the samples of a batch to those of this process; None if this is unknown.
+    For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept. `shard` maps the samples
+    of a batch to those of this process; None if this is unknown.
     """
 
     substitutes_samples = False  # whether others replace missing ones: a dry run uses batches of other steps

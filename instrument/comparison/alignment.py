@@ -34,11 +34,8 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
 
     An entry renames a layer and everything inside it. `*` is one segment of a name or a part of it, and `**` is any
     number of segments; the new name contains the same wildcards. `.` is the root. If several entries match a layer,
-    the one with the most segments counts.
-
-    Raises:
-        ConfigError: An entry is invalid, matches no layer, or leads to no layer of the other run; or two layers get the
-            same name.
+    the one with the most segments counts. Raise a ConfigError if an entry is invalid, matches no layer, or leads to no layer of the other
+    run; or if two layers get the same name.
     """
     names = dict(zip(layers, layers, strict=True))
     used: dict[str, list[str]] = {old: [] for old in rename}  # the new names that each entry makes
@@ -181,9 +178,8 @@ def paired_locations(
 ) -> pd.DataFrame:
     """Return the locations of both runs in the order of the first run, given the name of each of its layers in the other run.
 
-    Returns:
-        The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b`, `layer_b` and `path_b` with
-        the names of the other run. The index is the number of the location.
+    The columns are those of `LOCATION` with the names of the first run, `module_type`, and `hook_b`, `layer_b` and `path_b` with the names
+    of the other run. The index is the number of the location.
     """
     names = {name: layer for layer, name in layers.items()}
     keys = zip(other["hook"], other["kind"], other["role"], strict=True)
@@ -225,13 +221,10 @@ def aligned(
     locations: pd.DataFrame,
     conditions: Sequence[ds.Expression],
 ) -> tuple[pd.DataFrame, tuple[int, int]]:
-    """Read rows of two runs and match them.
+    """Read rows of two runs and match them. Rows that several processes write about the same values are matched with those of one.
 
-    Rows that several processes write about the same values are matched with those of a single process.
-
-    Returns:
-        The matched rows in the order of the first run, with the `columns` of both runs with the suffixes `_a` and `_b`,
-        and the numbers of rows of each run without a match.
+    Return the matched rows in the order of the first run, with the `columns` of both runs with the suffixes `_a` and `_b`, and the numbers
+    of rows of each run without a match.
     """
     sides = []
     for run, suffix, condition in zip(runs, ("", "_b"), conditions, strict=True):

@@ -164,8 +164,7 @@ def is_foreign(path: str | Path) -> bool:
 def read_folder(path: str | Path) -> ForeignFolder:
     """Read which tensors a folder contains.
 
-    Raises:
-        ConfigError: The folder contains no tensors, a file cannot be read, `names.yaml` is invalid, or two tensors have the same name.
+    Raise a ConfigError if it contains none, a file or `names.yaml` is invalid, or two tensors have the same name.
     """
     folder = Path(path)
     if not is_foreign(folder):

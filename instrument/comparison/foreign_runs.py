@@ -51,15 +51,13 @@ def with_derived(
 ) -> list[Entry]:
     """Return the tensors of B with those that expressions compute for tensors of A.
 
-    The tensors that expressions use are left out, unless A has a layer of their name.
+    The tensors that expressions use are left out, unless A has a layer of their name. Raise a ConfigError if an expression is invalid, or
+    a name matches no tensor.
 
     Args:
         expressions: The expression of each name of A, `LAYER` or `LAYER:ROLE.PATH`. The default is the first output. Each
             `*` of a name in an expression is what the wildcard with the same number matches in the name of A.
         names: The name of each layer of A in B, which the computed tensors get.
-
-    Raises:
-        ConfigError: An expression is invalid, or a name matches no tensor.
     """
     moments: dict[tuple[str, str, str | None], dict[tuple[int, int], Entry]] = {}  # of each name, by step and call
     for entry in entries:
@@ -184,11 +182,8 @@ def opened_folders(
 ) -> tuple[tuple[Run, Run], Noise, str]:
     """Open two folders, of which at least one contains tensors of another program (None in `opened`).
 
-    Returns:
-        The runs, the rounding noise, and a description of the alignment.
-
-    Raises:
-        ConfigError: A folder cannot be read, an expression is invalid, or the folders have no token in common.
+    Return the runs, the rounding noise, and a description of the alignment. Raise a ConfigError if a folder cannot be read, an expression
+    is invalid, or the folders have no token in common.
     """
     given = zip(paths, opened, strict=True)
     a, b = (read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run)) for path, run in given)
@@ -263,10 +258,8 @@ def _aligned(
 
     Tokens correspond if their sample and their position are equal. Without ids of samples, samples correspond whose token ids
     are equal at the positions that both have. The tokens of all steps are joined into step 0. Tensors without a dimension of tokens
-    are left out. If both folders have the same tokens in the same order without padding, the tensors are returned unchanged.
-
-    Raises:
-        ConfigError: The folders have no token in common, or the token ids of the same sample differ.
+    are left out. If both folders have the same tokens in the same order without padding, the tensors are returned unchanged. Raise a
+    ConfigError if the folders have no token in common, or the token ids of the same sample differ.
     """
     if a is None or b is None:
         side = "A" if a is None else "B"

@@ -78,8 +78,7 @@ def compare_operators(
 ) -> OperatorDifferences | None:
     """Compare the operators of two runs, one step at a time. Return None if they have no output in common.
 
-    Raises:
-        ConfigError: The numbers of processes differ, and one of them recorded no operators in a step.
+    Raise a ConfigError if the numbers of processes differ, and one of them recorded no operators in a step.
     """
     seen = [run.read("operators", ["step", "dtype"], condition).drop_duplicates() for run in runs]
     steps = tuple(sorted({*seen[0]["step"]} & {*seen[1]["step"]}))

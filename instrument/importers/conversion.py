@@ -124,15 +124,9 @@ def read_source(path: Path) -> Any:
 
 
 class Fields:
-    """The fields of a mapping in the source, each of which is taken once.
+    """The fields of a mapping in the source (empty for None), each of which is taken once. `where`: the key of the mapping.
 
-    Args:
-        value: The mapping; None for an empty one.
-        where: Its key in the source.
-        experiment: The experiment to which notes are added.
-
-    Raises:
-        ConfigError: The value is not a mapping.
+    Raise a ConfigError if it is not a mapping.
     """
 
     def __init__(self, value: Any, where: str, experiment: ConvertedExperiment) -> None:

@@ -260,10 +260,8 @@ class InterventionGrid:
 def intervention_grid(run: RunTables, intervention: str | None = None) -> InterventionGrid:
     """Arrange the runs of a sweep over an intervention, by default the only one whose fields differ, as a grid.
 
-    Runs that differ only in their seed share a cell. Of runs that are equal, the last one counts.
-
-    Raises:
-        InstrumentError: No intervention or several differ between the runs, or they differ in more than two keys.
+    Runs that differ only in their seed share a cell. Of runs that are equal, the last one counts. Raise an InstrumentError if no
+    intervention or several differ between the runs, or more than two keys.
     """
     finished, left_out = trainings(run)
     names = dict.fromkeys(name for training in finished for name in training.interventions)

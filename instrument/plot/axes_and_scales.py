@@ -56,15 +56,12 @@ def new_figure(width: float, height: float) -> Picture:
 def new_charts(
     width: float, height: float, rows: int = 1, columns: int = 1, *, as_grid: bool = False, **grid: Any
 ) -> np.ndarray:
-    """Create the charts of a plot; or, of a plot with the argument `ax`, return these axes or charts in their place.
+    """Create the charts of a plot, [rows, columns]; or, of a plot with the argument `ax`, return these axes or charts in their place.
 
     Args:
         width, height: Natural width and height of the figure, in inches.
         as_grid: Whether the plot sets titles of the whole figure, so that a single chart is not drawn into `ax` itself.
         grid: Arguments of `Figure.subplots`.
-
-    Returns:
-        The axes [rows, columns].
     """
     ax = current().ax
     if ax is not None and rows == columns == 1 and not as_grid:
@@ -238,12 +235,8 @@ def colours(
 ) -> dict[str, Any]:
     """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1.
 
-    Args:
-        limits: The limits of a linear scale. Default: zero, or minus the largest magnitude if values are negative, and
-            the largest magnitude.
-
-    Raises:
-        InstrumentError: The argument `scale` of the plot is `log`, and values are negative, or none is positive.
+    `limits` are those of a linear scale. Default: zero, or minus the largest magnitude if values are negative, and the largest magnitude.
+    Raise an InstrumentError if the argument `scale` of the plot is `log`, and values are negative, or none is positive.
     """
     if statistic is not None and statistic_of(statistic).unit in ("fraction", "units"):
         limits = (0.0, 1.0)

@@ -159,10 +159,8 @@ def cut(values: np.ndarray) -> np.ndarray:
 def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tuple[float, float] | None = None) -> None:
     """Draw a mosaic with its color bar and channel numbers; the title says which maps are shown and which were omitted.
 
-    Args:
-        values: [C, H, W] or [out, in, H, W].
-        what: The name of the maps, such as `feature maps`.
-        bounds: The limits of the color scale. None: each channel has its own scale, up to its largest magnitude.
+    `values`: [C, H, W] or [out, in, H, W]. `what`: the name of the maps, such as `feature maps`. `bounds`: the limits of the color scale;
+    None: each channel has its own scale, up to its largest magnitude.
     """
     tile = cut(values)
     columns = (mosaic(tile).shape[1] + 1) // (tile.shape[-1] + 1)

@@ -123,8 +123,7 @@ def current() -> Current:
 def style() -> AbstractContextManager[None]:
     """Return a context in which figures have the style of this package, unless `matplotlib.rcParams` was changed.
 
-    Raises:
-        InstrumentError: matplotlib is not installed.
+    Raise an InstrumentError if matplotlib is not installed.
     """
     with packages_of("report", "a plot"):
         from matplotlib import rc_context, rcParams, rcParamsDefault

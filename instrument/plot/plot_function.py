@@ -62,8 +62,7 @@ PLOTS: Registry[Any] = Registry(
 def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]:
     """Register a plot function, let it take the arguments of `Look`, and give its figure the common style.
 
-    Args:
-        refused: Arguments that have no meaning for the plot, with the reason.
+    `refused`: arguments that have no meaning for the plot, with the reason.
     """
 
     def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:

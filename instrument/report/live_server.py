@@ -215,16 +215,9 @@ class LiveServer:
         return f"/?token={self.token}" + (f"&run={quote(job)}" if job else "")
 
     def serve(self, port: int, on_start: Callable[[str], None]) -> None:
-        """Serve the page until `stop` is called.
+        """Serve the page until `stop` is called. `port`: 0 for a free one. `on_start` is called with the address of the page.
 
-        Args:
-            port: The port; 0 for a free one.
-            on_start: Called with the address of the page.
-
-        Raises:
-            OSError: The port is not available.
-            KeyboardInterrupt: The process was interrupted.
-            InstrumentError: The pages cannot be updated any more.
+        Raise an OSError if the port is not available, and an InstrumentError if the pages cannot be updated any more.
         """
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

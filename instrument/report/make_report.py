@@ -130,11 +130,7 @@ def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_packages() -> None:
-    """Check that the packages needed for a report are installed.
-
-    Raises:
-        InstrumentError: Plotly or Jinja2 is not installed.
-    """
+    """Raise an InstrumentError if Plotly or Jinja2, which a report needs, is not installed."""
     _templates()
     _plotly_script()
 
