@@ -122,10 +122,8 @@ def compare_operators(
     if not compared:
         return None
     numbers = (limit, compared, different, first, above, (unmatched[0], unmatched[1]))
-    if not relations:
-        return OperatorDifferences(steps, 0, (one, other), *numbers, None)
-    done = len(relations)
-    return OperatorDifferences(steps[:done], len(steps) - done, (one, other), *numbers, pd.concat(relations))
+    done, joined = len(relations) or len(steps), pd.concat(relations) if relations else None
+    return OperatorDifferences(steps[:done], len(steps) - done, (one, other), *numbers, joined)
 
 
 def _relations(
