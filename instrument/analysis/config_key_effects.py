@@ -231,15 +231,8 @@ def student(
     """Return half the width of Student's confidence interval of a mean, and the two-sided p-value of the test that it is zero.
 
     The half width is t((1 + confidence) / 2, n - 1) * s / sqrt(n). The p-value is below 1 - confidence where the interval does
-    not contain zero.
-
-    Args:
-        means: The means; any shape.
-        squares: Sum of the squared distances of the numbers to their mean, (n - 1) s^2; same shape.
-        counts: How many numbers there are, n; same shape.
-
-    Returns:
-        Both in the same shape; NaN for fewer than two numbers.
+    not contain zero. `squares` are the sums of the squared distances of the numbers to their mean, (n - 1) s^2, and `counts` how many there
+    are, n. All have the same shape; NaN for fewer than two numbers.
     """
     with packages_of("analysis", "a confidence interval"):
         from scipy.special import stdtr, stdtrit

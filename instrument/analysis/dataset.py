@@ -257,11 +257,9 @@ class ActivationDataset(Dataset[Batch]):
     ) -> None:
         if items.flatten not in (None, "tokens"):
             raise ConfigError(Problem("flatten", "unknown value", items.flatten, "'tokens', None"))
-        for name in ("mask", "tokens", "with_targets"):
-            value, types, allowed = getattr(items, name), str | None, "a name, or None"
-            if name == "with_targets":
-                types, allowed = str | bool | None, "a name, True or False"
-            if not isinstance(value, types):
+        of_input, of_target = (str | None, "a name, or None"), (str | bool | None, "a name, True or False")
+        for name, (types, allowed) in {"mask": of_input, "tokens": of_input, "with_targets": of_target}.items():
+            if not isinstance(value := getattr(items, name), types):
                 raise ConfigError(Problem(name, "must be the name of a recorded input", repr(value), allowed))
         tokens = items.special_tokens
         special = np.asarray(list(tokens) if isinstance(tokens, Iterable) else None)

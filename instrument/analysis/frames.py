@@ -152,15 +152,9 @@ _Array = np.ndarray[Any, Any]
 def array_of(values: Any, data: Any, shape: Any, dtype: str, *, copy: bool = True) -> _Array:
     """Return a recorded tensor as an array; types that NumPy does not support are converted to a wider type.
 
-    Args:
-        values: The elements as a flat sequence of numbers; None if they are in `data`.
-        data: The elements as little-endian bytes; None if they are in `values`.
-        dtype: PyTorch name of the dtype, or `int8_scaled`. bfloat16, float8 and 8 bits with scales are converted to float32,
-            complex32 to complex64.
-        copy: Whether float32 elements in `values` are copied. Default: True.
-
-    Raises:
-        TypeError: The dtype is not supported; see `is_known`.
+    The elements are a flat sequence of numbers in `values`, or little-endian bytes in `data`; the other one is None. `dtype` is the name in
+    PyTorch, or `int8_scaled`: bfloat16, float8 and 8 bits with scales are converted to float32, complex32 to complex64. `copy`: whether
+    float32 elements in `values` are copied. Raise a TypeError if the dtype is not supported; see `is_known`.
     """
     if data is None:
         array = np.asarray(values, dtype=np.float32)

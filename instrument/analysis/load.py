@@ -254,14 +254,9 @@ class Run(RunTables):
                 not recorded.
             special_tokens: Token ids whose positions are left out.
             with_targets: True: the recorded target of each sample. A name: that of a recorded input of the model, such as `labels`.
-            hook: As in `features`, like the following arguments.
-            role: The role of the tensors.
-            phase: The phase.
-            step: The step or steps. Default: all.
-            epoch: The epoch or epochs. Default: all.
+            hook, role, phase, step, epoch, path: As in `features`. Without `step` and `epoch`, all are selected.
             call: The index of the module's call in the micro-step. With a list or a range, the entries of each call are items, such as the
                 tokens of a generation.
-            path: The path of the tensor in a nested output.
 
         Returns:
             A map-style dataset; its method `batches` returns an iterable one. The entries of an item:

@@ -255,13 +255,10 @@ def is_of_values(name: str) -> bool:
 
 
 def decisive(differences: pd.DataFrame, *, all_decide: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return the decisive difference of each row, and its statistic.
+    """Return the decisive difference of each row, float64 [rows], 0 for rows without any value; and the index of its column.
 
     It is the largest difference of the statistics in `BOUNDS` and of the counts. For rows without these statistics, it is the
     largest difference of all statistics except fractions; with `all_decide`, of all statistics.
-
-    Returns:
-        The differences, float64, shape [rows], 0 for rows without any value; and the indices of their columns.
     """
     names = [str(name) for name in differences]
     values = differences.to_numpy(np.float64)

@@ -67,11 +67,7 @@ def class_activation_map(
         classifier: The linear layer; or its weights [classes, C]; or its name, if the run saved its weights
             (`train.save=true`) or loaded those of a run (`init_from`).
         classes: The class or the classes, with `classifier`. Default: the class with the highest score of each sample.
-        hook: Name of the hook that recorded the feature maps; required if several hooks recorded the layer.
-        phase: Phase of the tensors; required if the layer was recorded in several.
-        step: The recorded step; required if the samples occur in several steps.
-        path: The path of the tensor in a nested output; required if there are several.
-        call: The call of the layer in its step, from 0; required if it was called several times.
+        hook, phase, step, path, call: Select the recorded feature maps; see `layer_similarity`.
 
     Returns:
         The maps with their classes, targets and ids.

@@ -91,9 +91,7 @@ def compare(
         y: A metric such as `loss` or `accuracy`, also a custom one, or a statistic such as `l2`.
         x: An override that differs between the runs, such as `hooks.tame.norm`.
         layer: The layer or parameter, for a statistic.
-        hook: Name of the hook that recorded the statistic; required if several hooks did.
-        kind: Kind of the hook, such as `forward`.
-        role: Role of the tensor, such as `output`.
+        hook, kind, role: Select the recorded series; see `heatmap`.
         phase: Phase of the rows. Default: `eval` if `x` is given and `y` is a metric of evaluations, otherwise that of
             steps: `train`, or `forward` for runs that do not train.
         look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.

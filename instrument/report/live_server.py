@@ -171,16 +171,8 @@ def _value(text: str) -> Any:
 class LiveServer:
     """Serves the page of a run, or the pages of a sweep and its jobs. Only programs that know the token can read them.
 
-    Args:
-        pause: Returns the seconds to wait after a refresh, given its processor time in seconds.
-        opening_seconds: The time to read earlier rows before a page is shown.
-        reading_seconds: The time to read earlier rows in each later refresh.
-        sweep: The folder of a sweep, as a path or an address, to be shown instead of a run.
-        takes_changes: Whether the page of a run has a form that changes the run.
-
-    Raises:
-        ConfigError: The folder contains no sweep.
-        InstrumentError: Plotly or Jinja2 is not installed.
+    `sweep`: the folder of a sweep, as a path or an address, to be shown instead of a run. Raise a ConfigError if it contains no sweep, and
+    an InstrumentError if Plotly or Jinja2 is not installed.
     """
 
     def __init__(
@@ -200,9 +192,10 @@ class LiveServer:
             self.page = LivePage(LiveRun(folder), takes_changes=takes_changes)
         else:
             self.page = LiveSweepPage(sweep, self._address)
-        self._pause = pause
+        self._pause = pause  # returns the seconds to wait after a refresh, given its processor time in seconds
+        # The time to read earlier rows before a page is shown, and in each later refresh.
         self._opening_seconds, self._reading_seconds = opening_seconds, reading_seconds
-        self._takes_changes = takes_changes
+        self._takes_changes = takes_changes  # whether the page of a run has a form that changes the run
         self._jobs: dict[str, LivePage] = {}  # the pages of jobs that a browser shows, by name
         self._browsers: Counter[str] = Counter()  # by job
         self._lock = threading.Lock()  # pages are read and shown in different threads

@@ -186,11 +186,8 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     """Return feature maps, gradient maps and filters at some steps, as mosaics with their input images.
 
     The number of values on the page is limited. The last step of each location is added first, then its first step,
-    then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted.
-
-    Args:
-        order: Layer names in forward order.
-        others: The series and locations that the page shows in another way.
+    then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted, and `others`, which the
+    page shows in another way.
 
     Returns:
         `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by index; `locations` and `pictures`,
