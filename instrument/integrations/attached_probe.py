@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from ..storage.memory import MemorySink
 from ..storage.row_batches import as_batch, as_table
 from ..storage.run_files import RunFiles
 from ..storage.tensors import rows_of
-from ..tables.schemas import POSITION, TABLES, Table
-from ..tables.sink_interface import Row, Sink
+from ..tables.schemas import POSITION, TABLES
+from ..tables.sink_interface import Sink
 from ..training.control import Control
 
 
@@ -181,19 +181,12 @@ class MemoryFiles(RunFiles):
         elif rows:
             plain = pa.Table.from_batches([as_batch(table, rows)])
             if table.is_sorted:
-                plain = plain.append_column(POSITION.name, pa.array(_positions(table, rows), POSITION.type))
+                moment = itemgetter(table.names.index("step"), table.names.index("phase"))
+                positions = [index for _, same in groupby(rows, moment) for index, _ in enumerate(same)]
+                plain = plain.append_column(POSITION.name, pa.array(positions, POSITION.type))
             pieces.append(as_table(table, plain))
         return [], list(pieces)
 
     def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:  # noqa: ARG002
         """Call `operation` and return its result."""
         return operation()
-
-
-def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Return the index of each row among the rows of its step and phase, which follow each other."""
-    step, phase = table.names.index("step"), table.names.index("phase")
-    moments = [(row[step], row[phase]) for row in rows]
-    is_first = np.array([True, *(one != other for one, other in pairwise(moments))])
-    index = np.arange(len(rows))
-    return index - np.maximum.accumulate(np.where(is_first, index, 0))
