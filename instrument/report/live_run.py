@@ -115,7 +115,7 @@ class LiveRun(RunHistory):
             self.version += changed
             return changed
         until = time.monotonic() + seconds
-        before, unreachable = self.version, self.unreachable
+        unreachable = self.unreachable
         self.version += 1
         if is_address(self.folder):
             cast(Any, self.folder).fs.invalidate_cache()
@@ -125,8 +125,7 @@ class LiveRun(RunHistory):
         except (InstrumentError, OSError) as error:
             self.unreachable = str(error)
         changed |= self.unreachable != unreachable
-        if not changed:
-            self.version = before
+        self.version -= not changed
         return changed
 
     def _read(self, until: float) -> bool:
