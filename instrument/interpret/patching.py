@@ -157,7 +157,11 @@ def _draw_figure(
     width = float(np.clip(CELL * len(grid.columns), NARROWEST, WIDEST))
     charts = new_charts(width + width_of(rows) + 1.6, height + 1.5)
     axes = charts[0, 0]
-    scale = _colours(values, is_difference=is_difference)
+    finite = values[np.isfinite(values)]
+    largest = float(np.abs(finite).max()) or 1.0
+    # Centered at zero for differences, otherwise from the smallest to the largest value.
+    ends = (-largest, largest) if is_difference else (float(finite.min()), float(finite.max()))
+    scale = colours(values, limits=ends) | ({} if is_difference else {"cmap": None})
     labels = _column_labels(grid, tokens)
     draw_cells(axes, values, rows, labels, height=height, label=label, missing=missing, widths=widths, **scale)
     xlabel = "\n".join([plain(column_name) if any(grid.columns) else "", *notes]).strip()
@@ -182,15 +186,6 @@ def _column_labels(grid: pd.DataFrame, tokens: Sequence[str] | Sequence[int] | N
             raise InstrumentError(Problem("tokens", message, f"{len(names)} tokens"))
         labels.append(f"{token_label(' '.join(names[each] for each in positions))} ({text})")
     return labels
-
-
-def _colours(values: np.ndarray, *, is_difference: bool) -> dict[str, Any]:
-    """Return the color scale: centered at zero for differences, otherwise from the smallest to the largest value."""
-    finite = values[np.isfinite(values)]
-    if is_difference:
-        largest = float(np.abs(finite).max()) or 1.0
-        return colours(values, limits=(-largest, largest))
-    return colours(values, limits=(float(finite.min()), float(finite.max()))) | {"cmap": None}
 
 
 def _notes(grid: InterventionGrid, *, has_reference: bool) -> list[str]:
