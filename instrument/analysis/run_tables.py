@@ -206,18 +206,13 @@ class RunTables:
         return sorted({*super().__dir__(), *TABLES})
 
     def read(self, table: str, columns: Sequence[str], condition: ds.Expression | None = None) -> pd.DataFrame:
-        """Read some columns of a table of all runs; other columns are not read from disk.
-
-        Args:
-            table: Name of the table, such as `stats`.
-            columns: Names of the columns of the table.
-            condition: As in `scan`.
+        """Read some columns of a table of all runs, with the arguments of `scan`; other columns are not read from disk.
 
         Returns:
             The rows of all runs, without the columns `run`, `seed` and the overrides.
 
         Raises:
-            ValueError: The table, or one of the columns, does not exist, or the condition does not fit the table.
+            ValueError: As for `scan`.
             TypeError: `columns` is a single name.
         """
         custom = self._custom(table, columns, condition)
@@ -269,14 +264,7 @@ class RunTables:
         return custom
 
     def count(self, table: str) -> int:
-        """Return the number of rows of a table, without reading the rows.
-
-        Args:
-            table: Name of the table, such as `stats`.
-
-        Raises:
-            ValueError: The table does not exist.
-        """
+        """Return the number of rows of a table, without reading the rows. Raise a ValueError if the table does not exist."""
         check_table(table)
         return sum(files.count(table) for files in self.files)
 
