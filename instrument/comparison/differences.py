@@ -63,11 +63,8 @@ def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Seque
     """Return the precision in which a run computes: the coarsest one of its configuration and its tensors.
 
     Rows of statistics have no dtype, but the extremes of a tensor are elements of it. If the extremes of a location
-    never need more binary digits than a type has, the elements were rounded to this type.
-
-    Args:
-        extremes: Rows of statistics, with the columns `location`, `min`, `max` and `abs_max`.
-        dtypes: The dtypes of the recorded tensors, which may be rounded. They count if there are no extremes.
+    never need more binary digits than a type has, the elements were rounded to this type. The `dtypes` of recorded tensors, which may be
+    rounded, count if there are no `extremes`: rows with the columns `location`, `min`, `max` and `abs_max`.
     """
     config = info.get("config")
     train = config.get("train") if isinstance(config, Mapping) else None
@@ -214,17 +211,13 @@ _FRACTIONS = ("fraction", "units")
 def relative_differences(
     rows: pd.DataFrame, names: Sequence[str], floors: pd.Series | None, floor: float
 ) -> pd.DataFrame:
-    """Return the relative difference of each statistic.
+    """Return the relative difference of each statistic as a column; NaN if one of the runs has no value.
 
     It is |a - b| / max(size(a), size(b)). The size is the rms for `mean` and `std`, `abs_max` for `min` and `max`, and
     the statistic itself for the others. For fractions, it is |a - b|. It is infinite for fingerprints that differ.
 
-    Args:
-        floors: The number of the group of each row; -1 for no group. None if no row has a group.
-        floor: The lower limit of the size of a row in a group, relative to the largest size of the group.
-
-    Returns:
-        One column per statistic; NaN if one of the runs has no value.
+    `floors`: the number of the group of each row, -1 for no group; None if no row has a group. `floor`: the lower limit of the size of a
+    row in a group, relative to the largest size of the group.
     """
     differences = {}
     for name in names:

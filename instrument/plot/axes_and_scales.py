@@ -58,10 +58,8 @@ def new_charts(
 ) -> np.ndarray:
     """Create the charts of a plot, [rows, columns]; or, of a plot with the argument `ax`, return these axes or charts in their place.
 
-    Args:
-        width, height: Natural width and height of the figure, in inches.
-        as_grid: Whether the plot sets titles of the whole figure, so that a single chart is not drawn into `ax` itself.
-        grid: Arguments of `Figure.subplots`.
+    `width` and `height` are the natural ones of the figure, in inches. `as_grid`: whether the plot sets titles of the whole figure, so that
+    a single chart is not drawn into `ax` itself. `grid`: arguments of `Figure.subplots`.
     """
     ax = current().ax
     if ax is not None and rows == columns == 1 and not as_grid:
@@ -290,11 +288,8 @@ def draw_cells(
 ) -> None:
     """Draw a heat map of values [rows, columns] with their numbers, a color bar, and a hatch for missing values.
 
-    Args:
-        height: The height of the chart, in inches.
-        missing: The meaning of values that are not finite.
-        widths: Half the widths of the intervals of the values; NaN for none.
-        look: The color scale, as arguments of `pcolormesh`.
+    `height`: that of the chart, in inches. `missing`: the meaning of values that are not finite. `widths`: half the widths of the
+    intervals of the values; NaN for none. `look`: the color scale, as arguments of `pcolormesh`.
     """
     axes.grid(False)
     cells = axes.pcolormesh(np.ma.masked_invalid(values), **look)

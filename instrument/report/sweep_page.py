@@ -240,11 +240,8 @@ def _settings_text(name: str, settings: Mapping[str, Any], values: Sequence[Mapp
 def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the effects on each metric: mean paired difference, interval, and all differences.
 
-    An effect survives if its p-value, adjusted for the number of effects, is below 5%.
-
-    Returns:
-        One row per intervention or value of a key, and metric; and the keys in which runs differ, but of which no two runs
-        differ in nothing else, each with the reason.
+    An effect survives if its p-value, adjusted for the number of effects, is below 5%. There is one row per intervention or value of a key,
+    and metric. The second result are the keys in which runs differ, but of which no two runs differ in nothing else, each with the reason.
     """
     unpaired: dict[str, str] = {}
     all_pairs = pairs(run)
