@@ -109,7 +109,7 @@ class FeatureSelection:
     @property
     def given(self) -> dict[str, Any]:
         """The conditions on columns other than the layer."""
-        names = ("hook", "role", "phase", "path", "call", "step", "epoch")
+        names = ("hook", "role", "phase", "step", "epoch", "path", "call")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def select(self, files: RunFiles, index: pd.DataFrame) -> pd.DataFrame:

@@ -76,7 +76,7 @@ def class_activation_map(
         InstrumentError: The layer or its gradient was not recorded, the selection is ambiguous, the sizes do not fit, the
             weights are not those of the recorded step, or the gradient is that of a loss.
     """
-    recorded = Recorded(hook, "output", phase, step, path, call).preferring_outputs(run)
+    recorded = Recorded(hook=hook, phase=phase, step=step, path=path, call=call).preferring_outputs(run)
     name = _layer(run, recorded, layer)
     features = recorded.read(run, name)
     if features.X.ndim != 4:
@@ -86,7 +86,7 @@ def class_activation_map(
         if classes is not None:
             message = "the recorded gradients are those of one score, which forward.of selects"
             raise InstrumentError(Problem("classes", message, classes, fix="pass classifier=, or leave classes out"))
-        gradients = Recorded(None, "grad_output", phase, step, path, call)
+        gradients = Recorded(role="grad_output", phase=phase, step=step, path=path, call=call)
         maps, chosen = _of_gradients(run, name, features, gradients), None
     else:
         maps, chosen = _of_weights(run, recorded, name, features, classifier, classes)

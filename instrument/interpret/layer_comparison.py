@@ -63,7 +63,7 @@ def layer_similarity(
     Warns:
         InstrumentWarning: Samples that some layers lack are left out.
     """
-    selection = Recorded(hook, role, phase, step, path, call)
+    selection = Recorded(hook=hook, role=role, phase=phase, step=step, path=path, call=call)
     of_rows, of_columns = (selection.preferring_outputs(each) for each in (run, other or run))
     rows = of_rows.layers(run, layers)
     columns = rows if other is None and other_layers is None else of_columns.layers(other or run, other_layers)

@@ -74,7 +74,7 @@ def logit_lens(
     """
     if top < 1:
         raise InstrumentError(Problem("top", "must be positive", top))
-    recorded = Recorded(hook, role, phase, step, path, call).preferring_outputs(run)
+    recorded = Recorded(hook=hook, role=role, phase=phase, step=step, path=path, call=call).preferring_outputs(run)
     normalize = _normalization(run, norm)
     project, features = _projection(run, unembed)
     frames = []

@@ -67,7 +67,7 @@ def class_activation_map(
     where: dict[str, Any] = {"hook": hook, "phase": phase, "step": step, "path": path, "call": call}
     maps = compute(run, layer, classifier=classifier, classes=classes, **where)
     rows = _rows(maps, samples)
-    images = _images(run, maps, Recorded(None, "input", phase, step))
+    images = _images(run, maps, Recorded(role="input", phase=phase, step=step))
     columns = maps.maps.shape[1] + (images is not None)
     width = (SIDE + BAR) * columns
     height = (min(SIDE, draw.width_or(width) / columns - BAR) + 0.5) * len(rows) + 0.4

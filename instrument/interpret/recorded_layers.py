@@ -151,20 +151,10 @@ def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tupl
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Which recorded tensors of a layer are read; see `instrument.Run.features`."""
+class Recorded(FeatureSelection):
+    """Which recorded tensors of a layer are read; the layer is an argument of the methods."""
 
-    hook: str | None = None
-    role: str = "output"
-    phase: str | None = None
-    step: int | None = None
-    path: str | None = None
-    call: int | None = None
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """The conditions on columns of the tensors table."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    layer: str = "."
 
     def preferring_outputs(self, run: Run) -> Recorded:
         """Return the same selection with the hook of kind `forward`, if no hook is selected and there is only one.
@@ -180,7 +170,7 @@ class Recorded:
 
     def rows(self, run: Run, columns: Sequence[str], layer: str | None = None) -> pd.DataFrame:
         """Return columns of the selected tensors, of one layer or of all."""
-        conditions = self.conditions if layer is None else {**self.conditions, "layer": "" if layer == "." else layer}
+        conditions = self.given if layer is None else {**self.given, "layer": "" if layer == "." else layer}
         rows = run.read("tensors", list(dict.fromkeys([*columns, *conditions])))
         for name, value in conditions.items():
             known, rows = rows[name].unique(), rows[rows[name] == value]
@@ -235,9 +225,9 @@ class Recorded:
         the batches.
         """
         if run.count("samples"):
-            return run.features(layer, **self.conditions)
-        found = run.tensors(layer=layer, recompute=False, backward=0, **self.conditions)
-        rows = FeatureSelection(layer, **self.conditions).select(run.files[0], found)
+            return run.features(layer, **self.given)
+        found = run.tensors(layer=layer, recompute=False, backward=0, **self.given)
+        rows = replace(self, layer=layer).select(run.files[0], found)
         if len({values.shape[1:] for values in rows["values"]}) > 1:
             raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))
         joined: Array = np.concatenate([*rows["values"]])
