@@ -150,35 +150,15 @@ def _measure_part(  # noqa: PLR0917
         count += remainder
         if with_bits:
             bits += _bits_of_tile(stored, full_blocks)
-    n, nan = count.to(tl.float64), (0 * count).to(tl.float64)
+    moments = count.to(tl.float64), (0 * count).to(tl.float64), shift, zeros, low, high, sums, squares, magnitudes
     if not (tl.abs(tl.sum(sums, 0)) < float("inf")):  # some elements are not finite
-        n, nan, shift, zeros, low, high, sums, squares, magnitudes, _, _, _, _, _ = _of_finite_elements(
-            elements, numel, program, programs, block_size, is_bfloat16, results, results, numel
-        )
-    _finish(
-        n,
-        nan,
-        shift,
-        zeros,
-        low,
-        high,
-        sums,
-        squares,
-        magnitudes,
-        bits,
-        partials,
-        arrived,
-        results,
-        results,
-        program,
-        programs,
-        with_bits,
-        False,
-    )
+        moments, _, _ = _of_finite_elements(elements, numel, program, programs, block_size, is_bfloat16)
+    _finish(moments, bits, partials, arrived, results, results, program, programs, with_bits, False)
 
 
 # Measures a tensor and its cast. `tiles` of `block_size` elements have `blocks` blocks of `block` elements in all, 1 for a format without
-# blocks. `scale`: float32. `lost`: float64 [5]. `errors`: float64 [blocks]. See `TensorCast` and `casts.c`.
+# blocks. `scale`: float32. `lost`: float64 [5]. `errors`: float64 [blocks]. `rounding`: the last arguments of `_lost`. See `TensorCast` and
+# `casts.c`.
 @triton.jit(do_not_specialize=["results", "numel"])
 def _measure_cast(  # noqa: PLR0917
     elements,
@@ -195,97 +175,38 @@ def _measure_cast(  # noqa: PLR0917
     block_size: tl.constexpr,
     is_bfloat16: tl.constexpr,
     block: tl.constexpr,
-    scales: tl.constexpr,
-    shift: tl.constexpr,
-    normal: tl.constexpr,
-    step: tl.constexpr,
-    largest: tl.constexpr,
+    rounding: tl.constexpr,
     with_bits: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    n, nan, start, zeros, low, high, sums, squares, magnitudes, underflows, overflows, squared_errors, squared, bits = (
-        _of_finite_elements(
-            elements,
-            numel,
-            program,
-            programs,
-            block_size,
-            is_bfloat16,
-            scale,
-            errors,
-            blocks,
-            length,
-            inner,
-            block,
-            scales,
-            shift,
-            normal,
-            step,
-            largest,
-            with_bits,
-        )
+    cast = scale, errors, blocks, length, inner
+    moments, of_cast, bits = _of_finite_elements(
+        elements, numel, program, programs, block_size, is_bfloat16, cast, block, rounding, with_bits
     )
-    each = partials + program * _NUMBERS + _LOST
-    tl.store(each, n)
-    tl.store(each + 1, tl.sum(underflows, 0).to(tl.float64))
-    tl.store(each + 2, tl.sum(overflows, 0).to(tl.float64))
-    tl.store(each + 3, tl.sum(squared_errors, 0))
-    tl.store(each + 4, tl.sum(squared, 0))
-    _finish(
-        n,
-        nan,
-        start,
-        zeros,
-        low,
-        high,
-        sums,
-        squares,
-        magnitudes,
-        bits,
-        partials,
-        arrived,
-        results,
-        lost,
-        program,
-        programs,
-        with_bits,
-        True,
-    )
+    underflows, overflows, squared_errors, squares = of_cast
+    counts, sums = (tl.sum(underflows, 0), tl.sum(overflows, 0)), (tl.sum(squared_errors, 0), tl.sum(squares, 0))
+    _store_all(partials + program * _NUMBERS + _LOST, moments[:1] + counts + sums)
+    _finish(moments, bits, partials, arrived, results, lost, program, programs, with_bits, True)
+
+
+@triton.jit
+def _store_all(memory, numbers):
+    for at in tl.static_range(len(numbers)):
+        tl.store(memory + at, numbers[at])
 
 
 # Stores the results of a program. The last one merges those of all.
 @triton.jit
 def _finish(  # noqa: PLR0917
-    n,
-    nan,
-    shift,
-    zeros,
-    low,
-    high,
-    sums,
-    squares,
-    magnitudes,
-    bits,
-    partials,
-    arrived,
-    results,
-    lost,
-    program,
-    programs,
-    with_bits: tl.constexpr,
-    with_cast: tl.constexpr,
+    moments, bits, partials, arrived, results, lost, program, programs, with_bits: tl.constexpr, with_cast: tl.constexpr
 ):
+    n, nan, shift, zeros, low, high, sums, squares, magnitudes = moments
     total = tl.sum(sums, 0)
     mean = total / tl.maximum(n, 1.0)
+    deviations = tl.maximum(tl.sum(squares, 0) - total * mean, 0.0)
+    counts, ends = (n, nan, tl.sum(zeros, 0)), (tl.min(low, 0), tl.max(high, 0))
     program_results = results if programs == 1 else partials + program * _NUMBERS
-    tl.store(program_results, n)
-    tl.store(program_results + 1, nan)
-    tl.store(program_results + 2, tl.sum(zeros, 0).to(tl.float64))
-    tl.store(program_results + 3, tl.min(low, 0).to(tl.float64))
-    tl.store(program_results + 4, tl.max(high, 0).to(tl.float64))
-    tl.store(program_results + 5, shift + mean)
-    tl.store(program_results + 6, tl.maximum(tl.sum(squares, 0) - total * mean, 0.0))
-    tl.store(program_results + 7, tl.sum(magnitudes, 0))
+    _store_all(program_results, counts + ends + (shift + mean, deviations, tl.sum(magnitudes, 0)))
     if with_bits:
         _store_bits(program_results + (9 if programs == 1 else 8), bits)
     if programs == 1:
@@ -348,10 +269,10 @@ def _store_lost(partials, lost, programs):
         tl.store(lost + number, _total(partials + _LOST + number, programs))
 
 
-# Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
-# shift, of their squares, and of magnitudes (float64). If `block` is not 0, also what the cast of `_measure_cast` loses, per block of
-# a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64). Last, the sum of bits (int64), which is
-# valid only if the blocks of each tile are consecutive.
+# Returns two tuples and the sum of bits. First: n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32),
+# and sums of deviations from the shift, of their squares, and of magnitudes (float64). Second, if `block` is not 0: what the cast of
+# `_measure_cast` loses, per block of a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64). The sum
+# of bits (int64) is valid only if the blocks of each tile are consecutive.
 @triton.jit
 def _of_finite_elements(  # noqa: PLR0915, PLR0917
     elements,
@@ -360,19 +281,13 @@ def _of_finite_elements(  # noqa: PLR0915, PLR0917
     programs,
     block_size: tl.constexpr,
     is_bfloat16: tl.constexpr,
-    scale,
-    errors,
-    blocks,
-    length=1,
-    inner=1,
+    cast=None,
     block: tl.constexpr = 0,
-    scales: tl.constexpr = 0,
-    shift: tl.constexpr = 0,
-    normal: tl.constexpr = 0,
-    step: tl.constexpr = 0.0,
-    largest: tl.constexpr = 0.0,
+    rounding: tl.constexpr = None,
     with_bits: tl.constexpr = False,
 ):
+    if block:
+        scale, errors, blocks, length, inner = cast
     inf = float("inf")
     n = tl.zeros([block_size], tl.int32)
     nan = tl.zeros([block_size], tl.int32)
@@ -405,12 +320,14 @@ def _of_finite_elements(  # noqa: PLR0915, PLR0917
         if with_bits:
             bits += _bits_of_tile(tl.reshape(stored, [block_size]), numel * 0 + tile)
         if block:
-            under, over, lost, all_squares = _lost(x, tl.load(scale), scales, shift, normal, step, largest)
+            under, over, lost, all_squares = _lost(
+                x, tl.load(scale), rounding[0], rounding[1], rounding[2], rounding[3], rounding[4]
+            )
             underflows += under
             overflows += over
             squared_errors += lost
             squared += all_squares
-            if scales:
+            if rounding[0]:
                 tl.store(errors + number, lost / all_squares, mask=number < blocks)
             x, inside = tl.reshape(x, [block_size]), tl.reshape(inside, [block_size])
         finite = inside & (tl.abs(x) < inf)
@@ -427,22 +344,9 @@ def _of_finite_elements(  # noqa: PLR0915, PLR0917
         squares += deviation * deviation
         magnitudes += tl.abs(value)
     start = tl.where(first < inf, first, 0.0).to(tl.float64)
-    return (
-        tl.sum(n.to(tl.float64), 0),
-        tl.sum(nan.to(tl.float64), 0),
-        start,
-        zeros,
-        low,
-        high,
-        sums,
-        squares,
-        magnitudes,
-        underflows,
-        overflows,
-        squared_errors,
-        squared,
-        bits,
-    )
+    finite, nans = tl.sum(n.to(tl.float64), 0), tl.sum(nan.to(tl.float64), 0)
+    moments = finite, nans, start, zeros, low, high, sums, squares, magnitudes
+    return moments, (underflows, overflows, squared_errors, squared), bits
 
 
 # The errors of the cast of blocks, float32 [blocks, elements]. See `add_lost` and `scale_of_block` in `casts.c`.
@@ -523,14 +427,8 @@ def _merge(partials, results, programs):
         each, exists = partials + (start + lanes) * _NUMBERS, start + lanes < programs
         distance = tl.load(each + 5, mask=exists, other=0.0, cache_modifier=".cg") - mean
         squares += tl.load(each, mask=exists, other=0.0, cache_modifier=".cg") * distance * distance
-    tl.store(results, total)
-    tl.store(results + 1, tl.sum(nan, 0))
-    tl.store(results + 2, tl.sum(zeros, 0))
-    tl.store(results + 3, tl.min(low, 0))
-    tl.store(results + 4, tl.max(high, 0))
-    tl.store(results + 5, mean)
-    tl.store(results + 6, tl.sum(squares, 0))
-    tl.store(results + 7, tl.sum(magnitudes, 0))
+    counts, ends = (total, tl.sum(nan, 0), tl.sum(zeros, 0)), (tl.min(low, 0), tl.max(high, 0))
+    _store_all(results, counts + ends + (mean, tl.sum(squares, 0), tl.sum(magnitudes, 0)))
     tl.store(results + 8, 1.0)
 
 
@@ -562,18 +460,15 @@ def _compare(  # noqa: PLR0917
         new = tl.where(finite_after, is_now, 0.0).to(tl.float64)
         squares_before += value * value
         squares_after += new * new
-    program_results = partials + program * _NUMBERS
-    tl.store(program_results, tl.sum(changed.to(tl.float64), 0))
-    tl.store(program_results + 1, tl.sum(n_before.to(tl.float64), 0))
-    tl.store(program_results + 2, tl.sum(n_after.to(tl.float64), 0))
-    tl.store(program_results + 3, tl.sum(squares_before, 0))
-    tl.store(program_results + 4, tl.sum(squares_after, 0))
+    counts = tl.sum(changed.to(tl.float64), 0), tl.sum(n_before.to(tl.float64), 0), tl.sum(n_after.to(tl.float64), 0)
+    sums = tl.sum(squares_before, 0), tl.sum(squares_after, 0)
+    _store_all(partials + program * _NUMBERS, counts + sums)
     tl.debug_barrier()  # as in `_measure`
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.debug_barrier()
-        tl.store(results, _total(partials, programs))
-        tl.store(results + 1, _norm(_total(partials + 1, programs), _total(partials + 3, programs)))
-        tl.store(results + 2, _norm(_total(partials + 2, programs), _total(partials + 4, programs)))
+        before_norm = _norm(_total(partials + 1, programs), _total(partials + 3, programs))
+        after_norm = _norm(_total(partials + 2, programs), _total(partials + 4, programs))
+        _store_all(results, (_total(partials, programs), before_norm, after_norm))
         tl.store(arrived, 0)
 
 
@@ -655,6 +550,9 @@ def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast, *, with_bits: 
         elements, is_bfloat16, _, stream = _prepared(flat)
         programs = min(-(-blocks * block // (_BLOCK * _BLOCKS)), _max_programs(device))
         given = (
+            elements,
+            *_memory(device, stream),
+            results,
             flat.numel(),
             scale,
             numbers,
@@ -662,13 +560,9 @@ def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast, *, with_bits: 
             blocks,
             length,
             cast.inner,
-            _BLOCK,
-            is_bfloat16,
-            block,
-            form.scales,
         )
-        rounding = shift, (127 + form.least) << 23, 2.0 ** (form.least + shift), form.largest
-        _measure_cast[programs,](elements, *_memory(device, stream), results, *given, *rounding, with_bits, **_OPTIONS)
+        rounding = form.scales, shift, (127 + form.least) << 23, 2.0 ** (form.least + shift), form.largest
+        _measure_cast[programs,](*given, _BLOCK, is_bfloat16, block, rounding, with_bits, **_OPTIONS)
     cast.lost = numbers, errors
 
 

@@ -436,7 +436,7 @@ for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("
             for each in (False, True)
         )
         of_cast = {"scale": "*fp32", "lost": "*fp64", "errors": "*fp64", "blocks": "i64", "length": "i32", "inner": "i32"}
-        mx = {"block": 32, "scales": 1, "shift": 20, "normal": 121 << 23, "step": 2.0**14, "largest": 448.0, "with_bits": True}
+        mx = {"block": 32, "rounding": (1, 20, 121 << 23, 2.0**14, 448.0), "with_bits": True}
         source = ASTSource(_measure_cast, {**types, **of_cast}, {**constants, **mx})
         cast = triton.compile(source, target=target, options=_OPTIONS)
         types = {"before": elements, "after": elements, **{name: types[name] for name in types if name != "elements"}}
