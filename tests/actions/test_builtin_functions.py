@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import HookError
-from instrument.actions.builtin.elements import QUANTIZED_MAX
+from instrument.actions.builtin.functions import QUANTIZED_MAX
 from instrument.actions.clip import clip_quantile, clip_ratio
 from instrument.actions.scale import scheduled
 from instrument.actions.tensor_selection import TensorSelection, patch
