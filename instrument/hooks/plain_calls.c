@@ -131,6 +131,15 @@ typedef struct {
         Py_DECREF(class);                                                                                             \
     }
 
+/* Defines the specification of a type with the functions of `HOLDER`. The last arguments are its other slots. */
+#define HOLDER_TYPE(TYPE, STRUCT, FLAGS, DOCUMENTATION, DEALLOC, ...)                                                 \
+    static PyType_Slot TYPE##_slots[] = {                                                                             \
+        {Py_tp_doc, DOCUMENTATION}, {Py_tp_traverse, TYPE##_traverse}, {Py_tp_clear, TYPE##_clear},                   \
+        {Py_tp_dealloc, DEALLOC}, __VA_ARGS__, {0, NULL},                                                             \
+    };                                                                                                                \
+    static PyType_Spec TYPE##_spec = {"instrument.stats.native." #STRUCT, sizeof(STRUCT), 0,                          \
+                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | (FLAGS), TYPE##_slots};
+
 /* Returns a new object with these first references; NULL with an exception set. */
 static PyObject *new_holder(PyTypeObject *class, PyObject *const *references, int count) {
     Holder *self = (Holder *)((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0);
@@ -416,18 +425,8 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
     return added < 0 ? NULL : Py_NewRef(added ? tensor : Py_None);
 }
 
-static PyType_Slot recording_slots[] = {
-    {Py_tp_doc, "Adds a row with the statistics of a plain tensor, or with the effect of its change."},
-    {Py_tp_new, recording_new},
-    {Py_tp_call, recording_call},
-    {Py_tp_traverse, recording_traverse},
-    {Py_tp_clear, recording_clear},
-    {Py_tp_dealloc, recording_free},
-    {0, NULL},
-};
-
-static PyType_Spec recording_spec = {"instrument.stats.native.Recording", sizeof(Recording), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, recording_slots};
+HOLDER_TYPE(recording, Recording, 0, "Adds a row with the statistics of a plain tensor, or with the effect of its change.", recording_free,
+            {Py_tp_new, recording_new}, {Py_tp_call, recording_call})
 
 static PyType_Spec changing_spec = {"instrument.stats.native.Changing", sizeof(Recording), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, recording_slots};
@@ -631,18 +630,8 @@ static PyMethodDef calls_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "The hooks of a module whose calls need no Python code."},
-    {Py_tp_new, calls_new},
-    {Py_tp_methods, calls_methods},
-    {Py_tp_traverse, calls_traverse},
-    {Py_tp_clear, calls_clear},
-    {Py_tp_dealloc, calls_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec calls_spec = {"instrument.stats.native.PlainCalls", sizeof(PlainCalls), 0,
-                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
+HOLDER_TYPE(calls, PlainCalls, 0, "The hooks of a module whose calls need no Python code.", calls_dealloc,
+            {Py_tp_new, calls_new}, {Py_tp_methods, calls_methods})
 
 /* ---------------------------------------------------------------------------------------------------------------- gradients */
 
@@ -687,19 +676,8 @@ static PyMemberDef gradient_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot gradient_slots[] = {
-    {Py_tp_doc, "The hook of the gradient of one output."},
-    {Py_tp_call, gradient_call},
-    {Py_tp_members, gradient_members},
-    {Py_tp_traverse, gradient_traverse},
-    {Py_tp_clear, gradient_clear},
-    {Py_tp_dealloc, gradient_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook", sizeof(OutputGradientHook), 0,
-                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                    gradient_slots};
+HOLDER_TYPE(gradient, OutputGradientHook, Py_TPFLAGS_DISALLOW_INSTANTIATION, "The hook of the gradient of one output.", gradient_dealloc,
+            {Py_tp_call, gradient_call}, {Py_tp_members, gradient_members})
 
 /* ---------------------------------------------------------------------------------------------------------------- functions */
 
@@ -753,18 +731,8 @@ static PyMemberDef function_call_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot function_call_slots[] = {
-    {Py_tp_doc, "A call of a module whose functions are hooked."},
-    {Py_tp_new, function_call_new},
-    {Py_tp_members, function_call_members},
-    {Py_tp_traverse, function_call_traverse},
-    {Py_tp_clear, function_call_clear},
-    {Py_tp_dealloc, function_call_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec function_call_spec = {"instrument.stats.native.FunctionCall", sizeof(FunctionCall), 0,
-                                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, function_call_slots};
+HOLDER_TYPE(function_call, FunctionCall, Py_TPFLAGS_BASETYPE, "A call of a module whose functions are hooked.", function_call_dealloc,
+            {Py_tp_new, function_call_new}, {Py_tp_members, function_call_members})
 
 static FunctionCall *as_function_call(PyObject *object) {
     return PyObject_TypeCheck(object, function_call_type) ? (FunctionCall *)object : NULL;
@@ -945,18 +913,8 @@ static PyObject *observer_call(FunctionObserver *self, PyObject *given, PyObject
     return result;
 }
 
-static PyType_Slot observer_slots[] = {
-    {Py_tp_doc, "Calls the functions that a mode sees, and records their results."},
-    {Py_tp_new, observer_new},
-    {Py_tp_call, observer_call},
-    {Py_tp_traverse, observer_traverse},
-    {Py_tp_clear, observer_clear},
-    {Py_tp_dealloc, observer_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec observer_spec = {"instrument.stats.native.FunctionObserver", sizeof(FunctionObserver), 0,
-                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, observer_slots};
+HOLDER_TYPE(observer, FunctionObserver, 0, "Calls the functions that a mode sees, and records their results.", observer_dealloc,
+            {Py_tp_new, observer_new}, {Py_tp_call, observer_call})
 
 typedef struct {
     PyObject_HEAD PyObject *clock, *indices, *threads, *calls, *class, *observers, *leaf_hooks;
@@ -1127,18 +1085,8 @@ static PyMethodDef functions_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot functions_slots[] = {
-    {Py_tp_doc, "Starts and ends the observation of the functions of a module."},
-    {Py_tp_new, functions_new},
-    {Py_tp_methods, functions_methods},
-    {Py_tp_traverse, functions_traverse},
-    {Py_tp_clear, functions_clear},
-    {Py_tp_dealloc, functions_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec functions_spec = {"instrument.stats.native.FunctionCalls", sizeof(FunctionCalls), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, functions_slots};
+HOLDER_TYPE(functions, FunctionCalls, 0, "Starts and ends the observation of the functions of a module.", functions_dealloc,
+            {Py_tp_new, functions_new}, {Py_tp_methods, functions_methods})
 
 /* ---------------------------------------------------------------------------------------------------------------- module */
 
