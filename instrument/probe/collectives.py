@@ -33,22 +33,18 @@ _CHECKED = 3  # the numbers of a message that precede the maxima
 
 
 class Piece(NamedTuple):
-    """The contribution of one process to one row.
-
-    Attributes:
-        key: The identity columns of the row, without the rank and the scope. Equal in all processes.
-        shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
-        part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None
-            for those of a tensor that this process has not seen.
-        gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `agree`.
-        order: Sorts the rows of `stats` in the order in which hooks fired; the rows of the slab have their indices.
-    """
+    """The contribution of one process to one row."""
 
     table: str
-    key: Row
+    key: Row  # the identity columns of the row, without the rank and the scope; equal in all processes
+    # Determines how many numbers there are; equal in all processes. For a table with a `Measure`, the measure.
     shape: Any
+    # Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None for those of a
+    # tensor that this process has not seen.
     part: Sequence[float] | Tensor | Measured | None
+    # Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `agree`.
     gathered: Any
+    # Sorts the rows of `stats` in the order in which hooks fired; the rows of the slab have their indices.
     order: float = 0
 
     @property

@@ -54,24 +54,17 @@ MAX_LAYOUTS = 64
 
 @dataclass
 class Layout:
-    """What the rows of steps with the same slots have in common.
+    """What the rows of steps with the same slots have in common."""
 
-    Attributes:
-        sites: For each row, the identity columns without the moment.
-        names: For each row, the requested statistics.
-        scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
-        merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
-        moment_columns: The columns of the latest moment that all rows have, and their values.
-        shapes: The column of the latest shapes, and what it depends on.
-        of_rules: The locations of these rows in each phase, set by the rules.
-    """
-
-    sites: list[Row]
-    names: list[tuple[str, ...]]
-    scaled: list[int]
+    sites: list[Row]  # for each row, the identity columns without the moment
+    names: list[tuple[str, ...]]  # for each row, the requested statistics
+    scaled: list[int]  # the indices of rows whose tensors were multiplied by the scale of the gradient scaler
+    # If processes merge these rows: the slots of the merged ones, set when they are known.
     merged_slots: Keys | None = None
+    # The columns of the latest moment that all rows have, and their values.
     moment_columns: list[tuple[Any, Column]] = field(default_factory=lambda: [(None, ())] * _MOMENT)
-    shapes: tuple[bytes, Column] = b"", ()
+    shapes: tuple[bytes, Column] = b"", ()  # the column of the latest shapes, and what it depends on
+    # The locations of these rows in each phase, set by the rules.
     of_rules: dict[str, RowLayout] = field(default_factory=dict)
 
     @cached_property
@@ -182,25 +175,16 @@ class DeviceRows:
 
 @dataclass
 class Taken:
-    """The rows of a step.
+    """The rows of a step."""
 
-    Attributes:
-        numbers: float64 [rows, columns of the slab].
-        keys: int64 [rows, 5]; see `instrument.stats.cpu_kernel.Slab.take`.
-        dims: The dimensions of all rows, int64.
-        moments: The times of rows. Neighbours may be equal.
-        others: What rows have besides their numbers, by the index of the row.
-        device_rows: The rows whose numbers are on a device until `fetch`.
-        scale: The scale of the gradient scaler in this step; None if no row depends on it.
-    """
-
-    numbers: Matrix
-    keys: Keys
-    dims: np.ndarray[Any, np.dtype[np.int64]]
-    moments: list[StepContext]
+    numbers: Matrix  # float64 [rows, columns of the slab]
+    keys: Keys  # int64 [rows, 5]; see `instrument.stats.cpu_kernel.Slab.take`
+    dims: np.ndarray[Any, np.dtype[np.int64]]  # the dimensions of all rows
+    moments: list[StepContext]  # the times of rows; neighbours may be equal
+    # What rows have besides their numbers, by the index of the row.
     others: dict[int, Any] = field(default_factory=dict)
-    device_rows: list[DeviceRows] = field(default_factory=list)
-    scale: HostCopy | None = None
+    device_rows: list[DeviceRows] = field(default_factory=list)  # the rows whose numbers are on a device until `fetch`
+    scale: HostCopy | None = None  # the scale of the gradient scaler in this step; None if no row depends on it
 
     def __len__(self) -> int:
         return len(self.keys)

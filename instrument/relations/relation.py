@@ -32,20 +32,13 @@ Source = Literal["inputs", "losses", "batches", "fingerprints"]
 
 
 class Checked(NamedTuple):
-    """The result of a check at one location.
+    """The result of a check at one location."""
 
-    Attributes:
-        holds: Whether the relation holds; None if it cannot be checked.
-        value: How much was compared, or how far the relation is violated.
-        text: What was compared, how the relation is violated, or why it cannot be checked.
-        layer: The name of the module; empty for the run as a whole.
-        path: The name of the parameter, the buffer or the loss function, or the location of a tensor; otherwise empty.
-    """
-
-    holds: bool | None
-    value: float | None
-    text: str
-    layer: str = ""
+    holds: bool | None  # whether the relation holds; None if it cannot be checked
+    value: float | None  # how much was compared, or how far the relation is violated
+    text: str  # what was compared, how the relation is violated, or why it cannot be checked
+    layer: str = ""  # the name of the module; empty for the run as a whole
+    # The name of the parameter, the buffer or the loss function, or the location of a tensor; otherwise empty.
     path: str = ""
 
 
@@ -99,38 +92,29 @@ def _named(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: M
 
 @dataclass
 class Training:
-    """What relations read of a training.
-
-    Attributes:
-        model: The model.
-        optimizers: The optimizers, possibly none.
-        clock: The clock of the probe.
-        scaler: The gradient scaler; None without one, or if it is not enabled.
-        inputs, losses, binary_losses, pair_losses: The calls of the model in this step, and those of losses with gradients, for
-            classes, binary targets and numbers, if the step is checked and a relation reads them. At most 16 of each.
-        batches: The first batches of data loaders in training, also those of earlier steps.
-        fingerprints: Those that hooks recorded in earlier training steps, and that no relation has read.
-        replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
-        is_local: Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
-        has_local_steps: Whether an optimizer has made a step after such a call, as in local SGD.
-        is_checked: Whether relations are checked in the current step.
-        gradients: The gradients of a few parameters of each optimizer, if the step is checked.
-    """
+    """What relations read of a training."""
 
     model: nn.Module
-    optimizers: Sequence[Optimizer]
-    clock: Clock
-    scaler: GradScaler | None = None
+    optimizers: Sequence[Optimizer]  # possibly none
+    clock: Clock  # of the probe
+    scaler: GradScaler | None = None  # None without one, or if it is not enabled
+    # The calls of the model in this step, and those of losses with gradients, for classes, binary targets and numbers, if the step is
+    # checked and a relation reads them. At most 16 of each.
     inputs: list[ModelCall] = field(default_factory=list)
     losses: list[LossCall] = field(default_factory=list)
     binary_losses: list[BinaryLossCall] = field(default_factory=list)
     pair_losses: list[PairLossCall] = field(default_factory=list)
+    # The first ones of data loaders in training, also those of earlier steps.
     batches: list[LoaderBatch] = field(default_factory=list)
+    # Those that hooks recorded in earlier training steps, and that no relation has read.
     fingerprints: list[RecordedFingerprint] = field(default_factory=list)
+    # The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
     replicated_by: DistributedDataParallel | None = None
+    # Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
     is_local: bool = False
-    has_local_steps: bool = False
-    is_checked: bool = False
+    has_local_steps: bool = False  # whether an optimizer has made a step after such a call, as in local SGD
+    is_checked: bool = False  # whether relations are checked in the current step
+    # The gradients of a few parameters of each optimizer, if the step is checked.
     gradients: dict[Optimizer, list[AccumulatedGradient]] = field(default_factory=dict)
 
     @cached_property

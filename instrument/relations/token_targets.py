@@ -25,24 +25,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest output;
 
 
 class TokenTargets(NamedTuple):
-    """The targets of one call of cross-entropy, and the tokens of one input of the model.
+    """The targets of one call of cross-entropy, and the tokens of one input of the model."""
 
-    Attributes:
-        path: The path of the input.
-        tokens: The input, int64 [samples, positions], on the CPU.
-        targets: The targets, int64 [samples, positions or positions - 1].
-        counted: Whether a target counts in the loss, bool of the same shape.
-        shift: The target at t is the token at t + shift; None if that holds for none of `SHIFTS`.
-        is_time_first: Whether the input is [positions, samples].
-        call, loss: The calls of the model and of cross-entropy.
-    """
-
-    path: str
-    tokens: Tensor
-    targets: Tensor
-    counted: Tensor
-    shift: int | None
-    is_time_first: bool
+    path: str  # of the input
+    tokens: Tensor  # the input, int64 [samples, positions], on the CPU
+    targets: Tensor  # int64 [samples, positions or positions - 1]
+    counted: Tensor  # whether a target counts in the loss, bool of the same shape
+    shift: int | None  # the target at t is the token at t + shift; None if that holds for none of `SHIFTS`
+    is_time_first: bool  # whether the input is [positions, samples]
     call: ModelCall
     loss: LossCall
 
@@ -102,18 +92,13 @@ class Causality(NamedTuple):
     """How the logits of a model change if the token at one position changes.
 
     A model may have several, such as one for each direction. Which of them belong to a loss is unknown.
-
-    Attributes:
-        ahead: The largest change at an earlier position, relative to the largest logit. The smallest one of several logits.
-        looks_ahead: Whether all logits use later tokens: the change exceeds the rounding.
-        is_causal: Whether all logits are known to use earlier tokens and no later ones.
-        problem: Why it is unknown; empty if it is known.
     """
 
+    # The largest change at an earlier position, relative to the largest logit; the smallest one of several logits.
     ahead: float = 0.0
-    looks_ahead: bool = False
-    is_causal: bool = False
-    problem: str = ""
+    looks_ahead: bool = False  # whether all logits use later tokens: the change exceeds the rounding
+    is_causal: bool = False  # whether all logits are known to use earlier tokens and no later ones
+    problem: str = ""  # why it is unknown; empty if it is known
 
 
 def causality(training: Training, of: TokenTargets) -> Causality:
