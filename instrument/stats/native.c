@@ -427,10 +427,8 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "Knn", &address, &size, &item))
         return NULL;
-    if (size < 0 || item < 1 || item > MAX_ITEM) {
-        PyErr_SetString(PyExc_ValueError, "the number of bytes has to be 0 or more, and the size of an element 1 to 16");
-        return NULL;
-    }
+    if (size < 0 || item < 1 || item > MAX_ITEM)
+        return PyErr_Format(PyExc_ValueError, "the number of bytes has to be 0 or more, and the size of an element 1 to 16");
     Py_BEGIN_ALLOW_THREADS
     sum = bits_of((const char *)(uintptr_t)address, (size_t)size, (size_t)item, 0);
     Py_END_ALLOW_THREADS
@@ -467,10 +465,8 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "KnnKnKK", &source, &bytes, &row, &destination, &stride, &rows, &totals))
         return NULL;
-    if (bytes < 0 || row < 1 || bytes % row) {
-        PyErr_SetString(PyExc_ValueError, "the number of bytes has to be a multiple of the bytes of a row");
-        return NULL;
-    }
+    if (bytes < 0 || row < 1 || bytes % row)
+        return PyErr_Format(PyExc_ValueError, "the number of bytes has to be a multiple of the bytes of a row");
     const char *from = (const char *)(uintptr_t)source, *end = from + bytes;
     const int64_t *index = (const int64_t *)(uintptr_t)rows;
     uint64_t *sums = (uint64_t *)(uintptr_t)totals;
@@ -768,10 +764,8 @@ static PyObject *sums(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Knii|O!", &address, &count, &kind, &further, &PyTuple_Type, &tuple) ||
         (tuple && !read_cast(tuple, kind, &cast)))
         return NULL;
-    if (kind < FLOAT32 || kind > FLOAT16 || count < 0) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, and count 0 or more");
-        return NULL;
-    }
+    if (kind < FLOAT32 || kind > FLOAT16 || count < 0)
+        return PyErr_Format(PyExc_ValueError, "kind has to be 0 to 3, and count 0 or more");
     if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, further, row, tuple ? &cast : NULL))
         Py_RETURN_NONE;
     return PyBytes_FromStringAndSize((const char *)row, (further & WITH_BITS ? FORM : SUMS) * (Py_ssize_t)sizeof *row);
@@ -949,10 +943,8 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
                           &new.max_programs, &new.threads, &new.shared, &partials, &arrived))
         return NULL;
     if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.kernel < MEASURE || new.kernel > MEASURE_WITH_BITS || !new.max_programs ||
-        !new.threads) {
-        PyErr_SetString(PyExc_ValueError, "kind must be 0 to 3, kernel 1 to 3, and max programs and threads at least 1");
-        return NULL;
-    }
+        !new.threads)
+        return PyErr_Format(PyExc_ValueError, "kind must be 0 to 3, kernel 1 to 3, and max programs and threads at least 1");
     if (!driver.launch || launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
         Py_RETURN_FALSE;
     new.stream = (void *)(uintptr_t)stream;
@@ -1203,10 +1195,8 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
 }
 
 static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4) {
-        PyErr_Format(PyExc_TypeError, "Slab.add takes 4 arguments, got %zd", count);
-        return NULL;
-    }
+    if (count != 4)
+        return PyErr_Format(PyExc_TypeError, "Slab.add takes 4 arguments, got %zd", count);
     const long long slot = PyLong_AsLongLong(args[1]);
     const int further = (int)PyLong_AsLong(args[3]);
     const int added = PyErr_Occurred() ? -1 : add_to_slab((PyObject *)self, args[0], slot, args[2], further);
@@ -1414,10 +1404,8 @@ static int compare(const Pair *pair, double *numbers) {
 static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     double numbers[3];
     (void)self;
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "effect takes two arguments");
-        return NULL;
-    }
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "effect takes two arguments");
     const Pair pair = pair_of(args[0], args[1]);
     if (!compare(&pair, numbers))
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -1454,10 +1442,8 @@ int add_effect_to_slab(PyObject *slab, PyObject *before, PyObject *after, long l
 }
 
 static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 6) {
-        PyErr_Format(PyExc_TypeError, "Slab.add_effect takes 6 arguments, got %zd", count);
-        return NULL;
-    }
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "Slab.add_effect takes 6 arguments, got %zd", count);
     const long long slot = PyLong_AsLongLong(args[2]);
     const double factor = number_or_nan(args[4]), held = number_or_nan(args[5]);
     const int added = PyErr_Occurred() ? -1 : add_effect_to_slab((PyObject *)self, args[0], args[1], slot, args[3], factor, held);
@@ -1470,10 +1456,8 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
     double numbers[3];
     const void *memory;
     (void)self;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "effect_of_clip takes three arguments");
-        return NULL;
-    }
+    if (count != 3)
+        return PyErr_Format(PyExc_TypeError, "effect_of_clip takes three arguments");
     const double low = args[1] == Py_None ? -INFINITY : PyFloat_AsDouble(args[1]);
     const double high = args[2] == Py_None ? INFINITY : PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred())
@@ -1556,10 +1540,8 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "KniddiK", &address, &count, &kind, &low, &high, &bins, &result))
         return NULL;
-    if (kind < 0 || kind > 2 || count < 0 || bins < 1 || bins > MAX_BINS) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, count 0 or more, and bins 1 to 65536");
-        return NULL;
-    }
+    if (kind < 0 || kind > 2 || count < 0 || bins < 1 || bins > MAX_BINS)
+        return PyErr_Format(PyExc_ValueError, "kind has to be 0, 1 or 2, count 0 or more, and bins 1 to 65536");
     const void *memory = (const void *)(uintptr_t)address;
     int64_t *totals = (int64_t *)(uintptr_t)result;
     int64_t *counts = PyMem_Calloc((size_t)(bins + 1) * TURNS, sizeof *counts);
