@@ -213,12 +213,9 @@ def launcher_of(config: DictConfig, loader: ConfigLoader, job: TaskFunction) -> 
 
 
 def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResult]) -> None:
-    """Check that no file changes a spec of another file, except of a file that its own defaults list contains.
+    """Raise a ConfigError, which names both files, if a file changes a spec of another file.
 
-    A file may also change the specs of the files in the root defaults list, such as `rules/default`.
-
-    Raises:
-        ConfigError: Two files define the same name. The error names both.
+    A file may change the specs of the files in its own defaults list, and in the root defaults list, such as `rules/default`.
     """
     lists = {str(default.config_path): [*_listed(result)] for default, result in zip(defaults, results, strict=True)}
     root = [entry for default in defaults if default.primary for entry in lists[str(default.config_path)]]
@@ -293,11 +290,7 @@ class WorkingDirectoryConf(SearchPathPlugin):
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Refuse options that Hydra does not have, before it completes their names.
-
-    Raises:
-        ConfigError: An argument is such an option.
-    """
+    """Raise a ConfigError for an option that Hydra does not have, before it completes its name."""
     known = get_args_parser()._option_string_actions
     for name in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if name not in (*known, "--"):

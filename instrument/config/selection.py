@@ -19,15 +19,9 @@ class SelectionError(ValueError):
 def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -> dict[int, tuple[int, ...]]:
     """Return what a spec without `slice` selects: the indices along each dimension in which not all are selected.
 
-    Args:
-        shape: The shape of the complete tensor.
-        unit_dim: The default dimension of its units; None if it has no units.
-
-    Raises:
-        SelectionError: The tensor does not have these elements.
+    `unit_dim` is the default dimension of the units; None without units. Raise a SelectionError if the tensor lacks these elements.
     """
-    count = len(shape)
-    default_dim = unit_dim
+    count, default_dim = len(shape), unit_dim
     if spec.unit_dim is not None:
         if not -count <= spec.unit_dim < count:
             raise SelectionError("unit_dim", f"dim {spec.unit_dim} is out of range for", f"{-count} to {count - 1}")

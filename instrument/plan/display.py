@@ -282,26 +282,22 @@ def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[
 
     For the roles of attention, these are the functions that compute it, with the shapes of the weights.
     """
-    groups: dict[tuple[str, ...], list[Site]] = {}
-    calls: dict[tuple[str, ...], list[FunctionInfo]] = {}
+    groups: dict[tuple[str, ...], tuple[list[FunctionInfo], list[Site]]] = {}
     for site in sites:
         listed = "output" if site.spec.tensor_role not in ATTENTION_ROLES else site.spec.tensor_role
         functions = [each for each in next(iter(function_calls_of(site, inferred)), []) if each.tensors(listed)]
-        key = tuple(map(_describe, functions))
-        groups.setdefault(key, []).append(site)
-        calls[key] = functions
-    for key, group in groups.items():
-        if not key:
-            continue
+        if functions:
+            groups.setdefault(tuple(map(_describe, functions)), (functions, []))[1].append(site)
+    for functions, group in groups.values():
         names = [(site.spec.name, colours[site.spec.name]) for site in group]
         line = Text(", ", "dim").join(Text(*name) for name in names).append(": ", "dim")
-        for i, function in enumerate(calls[key][:MAX_FUNCTIONS]):
+        for i, function in enumerate(functions[:MAX_FUNCTIONS]):
             selecting = (site.spec for site in group if selects(site.spec, function.path.partition(".")[0]))
             spec = next(selecting, None)
             line.append(", " if i else "", "dim")
             line.append(_describe(function), "dim" if spec is None else colours[spec.name])
-        if len(key) > MAX_FUNCTIONS:
-            line.append(f", ... ({len(key)} in all)", "dim")
+        if len(functions) > MAX_FUNCTIONS:
+            line.append(f", ... ({len(functions)} in all)", "dim")
         yield line
 
 

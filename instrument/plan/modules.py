@@ -159,21 +159,19 @@ class Layers:
     @classmethod
     def of(cls, model: nn.Module) -> Layers:
         """List the modules of a model. A wrapper (DDP, `torch.compile`, checkpoint) is replaced by the wrapped module."""
-        names: dict[int, list[str]] = {}
-        modules: dict[int, nn.Module] = {}
-        layers: dict[int, Layer] = {}
+        found: dict[int, tuple[nn.Module, dict[str, None]]] = {}  # the modules with their names
+        layers: list[Layer] = []
         parametrized: dict[int, Layer] = {}
         for name, module in _walk(model, "", set()):
-            modules[id(module)] = module
-            if name not in names.setdefault(id(module), []):
-                names[id(module)].append(name)
-        for key, (name, *aliases) in names.items():
+            found.setdefault(id(module), (module, {}))[1][name] = None
+        for key, (module, (name, *aliases)) in found.items():
             depth = len(name.split(".")) if name else 0
-            layer = layers[key] = Layer(name, tuple(aliases), modules[key], depth, parametrized.get(key))
+            layer = Layer(name, tuple(aliases), module, depth, parametrized.get(key))
+            layers.append(layer)
             if (parametrizations := _parametrizations(layer.module)) is not None:
                 for part in parametrizations.modules():
                     parametrized.setdefault(id(part), layer.owner)
-        return cls(model, tuple(layers.values()))
+        return cls(model, tuple(layers))
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)

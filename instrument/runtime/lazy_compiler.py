@@ -76,12 +76,9 @@ def excluded_method(method: Callable[..., Any]) -> MethodType:
 
 
 def run_outside_of_graphs(hook: Callable[..., Any], *, with_calls: bool = True) -> None:
-    """Let a hook run as plain Python where the code that calls it is not part of a graph. In a graph, it is traced.
+    """Let a hook run as plain Python, also `with_calls` of functions, where the code that calls it is not part of a graph.
 
-    Like `torch._dynamo.eval_frame.skip_code`, which would import the compiler.
-
-    Args:
-        with_calls: Whether this includes the functions that it calls.
+    In a graph, it is traced. Like `torch._dynamo.eval_frame.skip_code`, which would import the compiler.
     """
     code = cast(FunctionType, hook).__code__
     actions = eval_frame._FrameAction

@@ -69,12 +69,11 @@ def _checksum_of(file: BinaryIO, start: int, size: int) -> int:
 
 def column_ranges(metadata: pq.FileMetaData) -> list[tuple[int, int]]:
     """Return the position and the size in bytes of each column of each row group."""
-    ranges = []
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            start = column.dictionary_page_offset or column.data_page_offset
-            ranges.append((start, column.total_compressed_size))
-    return sorted(ranges)
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = (group.column(index) for group in groups for index in range(group.num_columns))
+    return sorted(
+        (each.dictionary_page_offset or each.data_page_offset, each.total_compressed_size) for each in columns
+    )
 
 
 class CheckedFile(io.RawIOBase):

@@ -161,7 +161,7 @@ class JournalReader:
                 if bodies:
                     yield stack(first, bodies), first.num_rows
                 first, bodies, size = pa.ipc.read_record_batch(message, self.schema), [], 0
-                kind = (self.schema, metadata) if can_stack(first) else None
+                kind = (self.schema, metadata) if all(map(_is_known, first.schema.types)) else None
             bodies.append(body)
             size += body.size
             self.rows += first.num_rows
@@ -216,11 +216,6 @@ class JournalReader:
         return replace(self, _source=None)
 
 
-def can_stack(first: pa.RecordBatch) -> bool:
-    """Return whether `stack` supports the types of a batch."""
-    return all(map(_is_known, first.schema.types))
-
-
 def stack(first: pa.RecordBatch, bodies: Sequence[pa.Buffer]) -> pa.RecordBatch:
     """Return the rows of messages with the same metadata and schema. `first`: the rows of the first one, which refer to its body.
 
@@ -235,6 +230,7 @@ def stack(first: pa.RecordBatch, bodies: Sequence[pa.Buffer]) -> pa.RecordBatch:
 
 
 def _is_known(dtype: pa.DataType) -> bool:
+    """Return whether `stack` supports a type."""
     if pa.types.is_map(dtype):
         return _is_known(dtype.key_type) and _is_known(dtype.item_type)
     if pa.types.is_list(dtype):

@@ -50,6 +50,9 @@ class ParquetSink:
     Args:
         report: Called with a message if it continues. Default: issue a warning.
         parts: The number of existing parts of each table. Default: none.
+
+    Raises:
+        SinkError: From all methods except `write`: rows or tensors cannot be written. Rows in journals are kept.
     """
 
     def __init__(
@@ -94,11 +97,7 @@ class ParquetSink:
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Copy a tensor into a buffer that a thread writes. Return the number of stored bytes; None if the tensor was dropped.
-
-        Raises:
-            SinkError: Tensors cannot be written.
-        """
+        """Copy a tensor into a buffer that a thread writes. Return the number of stored bytes; None if the tensor was dropped."""
         if self.failure is not None:
             return None
         try:
@@ -111,9 +110,6 @@ class ParquetSink:
         """Write the rows and tensors of the step to the operating system.
 
         Tensors that a GPU is still copying follow at the end of a later step, unless `wait` is True.
-
-        Raises:
-            SinkError: They cannot be written.
         """
         if self.failure is not None:
             return
@@ -144,11 +140,7 @@ class ParquetSink:
         return step if phase in STEP_PHASES else None
 
     def finish_parts(self) -> dict[str, int]:
-        """Convert all rows to parts. Return the number of parts of each table.
-
-        Raises:
-            SinkError: A part cannot be written.
-        """
+        """Convert all rows to parts. Return the number of parts of each table."""
         self.end_step(wait=True)
         try:
             for writer in self._writers.values():
@@ -159,11 +151,7 @@ class ParquetSink:
         return {name: writer.part.number for name, writer in self._writers.items()}
 
     def close(self) -> None:
-        """Convert all journals to parts, and write an empty part for each table without rows.
-
-        Raises:
-            SinkError: A part cannot be written. Rows in journals are kept.
-        """
+        """Convert all journals to parts, and write an empty part for each table without rows."""
         self.end_step(wait=True)
         self._tensors.stop()
         try:

@@ -91,19 +91,20 @@ def part_files(folder: Path, table: str) -> dict[Part, Path]:
 
 def written_parts(folder: Path, table: str) -> dict[Part, Path]:
     """Return all Parquet files of a table in order. A merged part comes before the parts that it replaces."""
-    files = {}
-    for name in names_in(folder / table):
-        if match := _PART.fullmatch(name):
-            files[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
-    return dict(sorted(files.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
+    matches = _matches(_PART, folder / table)
+    parts = [Part(int(match[1]), int(match[2]), int(match[3] or -1)) for match in matches]
+    return {part: part.file(folder, table) for part in sorted(parts, key=lambda each: (*each[:2], -each.end))}
 
 
 def block_files(folder: Path, *, ended: bool = False) -> dict[Part, Path]:
     """Return the block files of a run in order; with `ended`, those that do not grow any more."""
-    matches = (match for match in map(_BLOCK.fullmatch, names_in(folder / BLOCKS)) if match)
-    parts = sorted(Part(int(match[1]), int(match[2])) for match in matches)
+    parts = sorted(Part(int(match[1]), int(match[2])) for match in _matches(_BLOCK, folder / BLOCKS))
     ends = {part.rank: part.end for part in part_files(folder, "tensors")} if ended else {}
     return {part: part.block(folder) for part in parts if not ended or part.number < ends.get(part.rank, 0)}
+
+
+def _matches(pattern: re.Pattern[str], folder: Path) -> list[re.Match[str]]:
+    return [match for name in names_in(folder) if (match := pattern.fullmatch(name))]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -123,12 +124,9 @@ def names_in(folder: Path) -> list[str]:
 
 def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:
     """Return the journals of a table, or of all tables, in order. The rows of some may already be in a part."""
-    files = {}
-    for name in names_in(folder / JOURNALS):
-        match = _JOURNAL.fullmatch(name)
-        if match and match[1] in TABLES and table in (None, match[1]):
-            files[match[1], Part(int(match[2]), int(match[3]))] = folder / JOURNALS / name
-    return dict(sorted(files.items()))
+    found = [(match[1], Part(int(match[2]), int(match[3]))) for match in _matches(_JOURNAL, folder / JOURNALS)]
+    known = (key for key in sorted(found) if key[0] in TABLES and table in (None, key[0]))
+    return {(name, part): part.journal(folder, name) for name, part in known}
 
 
 def process_file(folder: Path, kind: Literal["rows", "reserve"], rank: int) -> Path:
@@ -138,7 +136,7 @@ def process_file(folder: Path, kind: Literal["rows", "reserve"], rank: int) -> P
 
 def process_files(folder: Path) -> list[tuple[Path, str, int]]:
     """Return the files of `process_file` of all processes, each with its kind and its rank."""
-    matches = (match for match in map(_PROCESS_FILE.fullmatch, names_in(folder / JOURNALS)) if match)
+    matches = _matches(_PROCESS_FILE, folder / JOURNALS)
     return [(folder / JOURNALS / match[0], match[1], int(match[2])) for match in matches]
 
 

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,14 +271,8 @@ class RunFiles:
 
     def _with_data(self, rows: pa.Table) -> pa.Table:
         """Return rows of tensors with the data in block files, as views of mapped memory. Unreadable ones are left out."""
-        chunks: list[pa.Array] = []
-        small: list[bytes | None] = []
+        cells: list[Bytes | bytes | None] = []
         is_readable = []
-
-        def end_small() -> None:
-            if small:
-                chunks.append(pa.array(small, pa.large_binary()))
-                small.clear()
 
         def read(rank: int, *cells: Any) -> Bytes | OSError | None:
             place = Place(*cells)
@@ -291,20 +285,18 @@ class RunFiles:
         for index, content in enumerate(read_in_threads(read, [*zip(*columns, strict=True)])):
             is_readable.append(not isinstance(content, OSError))
             if content is None:
-                small.append(rows["data"][index].as_py())
-                continue
-            if isinstance(content, OSError):
+                cells.append(rows["data"][index].as_py())
+            elif isinstance(content, OSError):
                 file = Part(columns[0][index], columns[1][index]).block(self.folder)
                 self._problem(file, f"cannot be read: {first_line(content)}; {REMEDY}")
-                small.append(None)
-                continue
-            if content.nbytes <= SMALL_TENSOR:
-                small.append(content.tobytes())
+                cells.append(None)
             else:
-                end_small()
                 content.flags.writeable = False
-                chunks.append(binary_of(content))
-        end_small()
+                cells.append(content.tobytes() if content.nbytes <= SMALL_TENSOR else content)
+        chunks: list[pa.Array] = []
+        for is_large, group in groupby(cells, key=lambda cell: isinstance(cell, np.ndarray)):
+            contents: list[Any] = [*group]
+            chunks += map(binary_of, contents) if is_large else [pa.array(contents, pa.large_binary())]
         rows = rows.set_column(rows.schema.get_field_index("data"), "data", pa.chunked_array(chunks))
         return rows if all(is_readable) else rows.filter(pa.array(is_readable))
 

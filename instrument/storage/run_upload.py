@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import TracebackType
 
 from ..config.experiment import SinkConfig
 from ..errors import ConfigError, Problem
@@ -248,9 +247,7 @@ class RemoteCopy:
     def __enter__(self) -> RemoteCopy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Upload the remaining files, also after an exception."""
         if self._upload is None or self._upload.is_refused or self._upload.is_inherited:
             return

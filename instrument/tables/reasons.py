@@ -172,10 +172,9 @@ def default_reason(kind: Kind) -> str:
 
 
 def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None:
-    """Return the reason if a hook could have fired in other phases, or at other steps of its phase; None otherwise.
+    """Return the reason if a hook had an opportunity in other phases (`elsewhere`), in which it was not scheduled; None otherwise.
 
-    Args:
-        elsewhere: The phases in which it had an opportunity but was not scheduled.
+    The phase of the hook is one of them if it had the opportunity at other steps.
     """
     if reason not in _HAPPENED or not elsewhere:
         return None
