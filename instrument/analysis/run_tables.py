@@ -137,7 +137,7 @@ class RunTables:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The content of run.json of the run, or of the first of several runs."""
+        """The content of run.json: of several runs, that of the first. `infos` has that of each run, and `runs` a row for each."""
         return self.infos[0]
 
     @cached_property
@@ -215,12 +215,14 @@ class RunTables:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *TABLES})
 
-    def read(self, table: str, columns: Sequence[str], condition: ds.Expression | None = None) -> pd.DataFrame:
+    def read(
+        self, table: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None
+    ) -> pd.DataFrame:
         """Read some columns of a table of all runs; other columns are not read from disk.
 
         Args:
             table: Name of the table, such as `stats`.
-            columns: Names of the columns of the table.
+            columns: Names of the columns of the table. Default: None, all of them.
             condition: As in `scan`.
 
         Returns:
@@ -232,19 +234,20 @@ class RunTables:
         """
         check_table(table)
         _check_condition(table, condition)
+        columns = self.own_columns(table) if columns is None else columns
         custom = self._custom(table, columns)
         parts = [_frame_of(files, table, columns, custom, condition) for files in self.files]
         return pd.concat(parts, ignore_index=True)
 
     def scan(
-        self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
+        self, table: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Iterate over some columns of a table in record batches, for tables that are larger than memory.
 
         Args:
             table: Name of the table, such as `stats`.
             columns: Names of the columns of the table, with custom statistics, and `max_remainder` and the like of 64-bit
-                integers.
+                integers. Default: None, all of the table.
             condition: A pyarrow filter expression; by default all rows are returned. It cannot contain custom statistics.
 
         Yields:
@@ -255,6 +258,7 @@ class RunTables:
         """
         check_table(table)
         _check_condition(table, condition)
+        columns = self.own_columns(table) if columns is None else columns
         custom = self._custom(table, columns)
         for files in self.files:
             for batch in files.scan(table, _stored(columns, custom), condition):
