@@ -6,6 +6,9 @@ PYTHONS ?= python3.11 python3.12 python3.13
 # Number of parallel test processes. Each uses one thread and up to two gigabytes of memory. In slow tests, a process waits for other
 # processes and for files for a tenth of the time, so `make test-all` has one more.
 WORKERS ?= 2
+# The tests of `make lowest`; they need no further packages.
+LOWEST_TESTS := $(addprefix tests/,config/test_parse.py hooks/test_module_hooks.py hooks/test_parameter_gradients.py \
+	hooks/test_tensor_gradients.py stats/test_merge.py storage/test_journal.py storage/test_run_folder.py)
 PYTEST = $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
 RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
@@ -13,7 +16,7 @@ DEV_STAMP := .venv/.installed-dev
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-gpu bench-peers bench-scale release-check check format docs pictures site clean
+.PHONY: help demo test test-all bench bench-gpu bench-peers bench-scale release-check lowest check format docs pictures site clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -64,6 +67,12 @@ release-check: $(DEV_STAMP)  ## build the wheel and the sources, and run both in
 	mv .release/build/*.tar.gz dist
 	set -e; for python in $(PYTHONS); do .ci/check_release $$python; done
 
+lowest:  ## run some tests with Python 3.11 and the lowest versions that pyproject.toml accepts
+	python3.11 -m venv --clear .lowest
+	grep -oE '"[A-Za-z-]+>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=/==/' | sort -u > .lowest/constraints.txt
+	.lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c .lowest/constraints.txt -e '.[run,sql,report]' pytest pytest-xdist hypothesis
+	.lowest/bin/python -m pytest -p xdist --numprocesses $(WORKERS) $(LOWEST_TESTS)
+
 check: $(DEV_STAMP)  ## check formatting, lint, wording and types, without changes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -86,7 +95,7 @@ site: docs  ## build the documentation site in site/
 	@echo "site        site/index.html"
 
 clean:  ## remove the environment, caches and builds, but not runs
-	rm -rf .venv .peers .engines .torchtitan .release build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .engines .lowest .torchtitan .release build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv:

@@ -392,7 +392,7 @@ def test_changed_environment_is_refused_or_forced(place: Path, tmp_path: Path) -
 INVALID = [
     (["missing"], "RUN: the folder does not exist"),
     (["all"], "RUN: this run is a replay itself"),
-    (["."], "RUN: the folder contains several runs: pass one of them, such as ./"),
+    (["."], "RUN: the folder contains folders of runs: pass one of them, such as ./"),
     (["s3://bucket/run"], "RUN: a replay requires the files of the run"),
     (["done", "--steps", "12:99"], "steps 0 to 13"),
     (["done", "--steps", "5:5"], "--steps: the range is empty"),

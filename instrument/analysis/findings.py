@@ -111,9 +111,17 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
 
 
 def not_trained(run: RunTables) -> Iterator[Finding]:
-    """Yield what the optimizer does not hold, the model or a new module, unless another event says that it has changed."""
-    columns, of_optimizer = ["step", "layer", "message", "severity"], ds.field("rule") == "optimizer"
+    """Yield what the optimizer does not hold, the model or a new module, unless another event says that it has changed.
+
+    The optimizer of a resumed run is created after the model, so it holds the modules that were new before.
+    """
+    columns, of_optimizer = (
+        ["step", "layer", "message", "severity", "rule"],
+        ds.field("rule").isin(["optimizer", "resumed"]),
+    )
     rows = [row for batch in run.scan("events", columns, of_optimizer) for row in batch.to_pylist()]
+    resumed = max((row["step"] for row in rows if row["rule"] == "resumed"), default=0)
+    rows = [row for row in rows if row["rule"] == "optimizer" and (not row["layer"] or row["step"] >= resumed)]
     changed = {row["layer"] for row in rows if row["severity"] == "info"}
     unheld = (tuple(row.values())[:3] for row in rows if row["severity"] == "warning" and row["layer"] not in changed)
     for step, layer, message in dict.fromkeys(unheld):  # all ranks write it

@@ -127,7 +127,7 @@ class RunTables:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The content of run.json of the run, or of the first of several runs."""
+        """The content of run.json: of several runs, that of the first. `infos` has that of each run, and `runs` a row for each."""
         return self.infos[0]
 
     @cached_property
@@ -205,7 +205,9 @@ class RunTables:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *TABLES})
 
-    def read(self, table: str, columns: Sequence[str], condition: ds.Expression | None = None) -> pd.DataFrame:
+    def read(
+        self, table: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None
+    ) -> pd.DataFrame:
         """Read some columns of a table of all runs, with the arguments of `scan`; other columns are not read from disk.
 
         Returns:
@@ -215,19 +217,19 @@ class RunTables:
             ValueError: As for `scan`.
             TypeError: `columns` is a single name.
         """
-        custom = self._custom(table, columns, condition)
+        columns, custom = self._columns(table, columns, condition)
         parts = [_frame_of(files, table, columns, custom, condition) for files in self.files]
         return pd.concat(parts, ignore_index=True)
 
     def scan(
-        self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
+        self, table: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Iterate over some columns of a table in record batches, for tables that are larger than memory.
 
         Args:
             table: Name of the table, such as `stats`.
             columns: Names of the columns of the table, with custom statistics, and `max_remainder` and the like of 64-bit
-                integers.
+                integers. Default: None, all of the table.
             condition: A pyarrow filter expression; by default all rows are returned. It cannot contain custom statistics.
 
         Yields:
@@ -236,7 +238,7 @@ class RunTables:
         Raises:
             ValueError: The table, or one of the columns, does not exist, or the condition does not fit the table.
         """
-        custom = self._custom(table, columns, condition)
+        columns, custom = self._columns(table, columns, condition)
         for files in self.files:
             for batch in files.scan(table, _stored(columns, custom), condition):
                 if custom:
@@ -244,8 +246,10 @@ class RunTables:
                 else:
                     yield batch
 
-    def _custom(self, table: str, columns: Sequence[str], condition: ds.Expression | None) -> list[str]:
-        """Return which columns are custom ones. Check that the table exists, and has the columns, also those of the condition."""
+    def _columns(
+        self, table: str, columns: Sequence[str] | None, condition: ds.Expression | None
+    ) -> tuple[Sequence[str], list[str]]:
+        """Return the columns, and which are custom ones. Check that the table exists, and has the columns, also those of the condition."""
         check_table(table)
         try:  # readers would take the error for that of a damaged file
             if condition is not None:
@@ -254,6 +258,7 @@ class RunTables:
             raise ValueError(f"condition on table {table!r}: {first_line(error)}") from None
         if isinstance(columns, str):
             raise TypeError(f"columns is a list of names, such as [{columns!r}], not one name")
+        columns = self.own_columns(table) if columns is None else columns
         standard = TABLES[table].schema.names
         custom = [name for name in columns if name not in standard]
         remainders = REMAINDERS.values() if table == "stats" else ()
@@ -261,7 +266,7 @@ class RunTables:
         if unknown := [name for name in custom if name not in known]:
             message = f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"
             raise ValueError(message)
-        return custom
+        return columns, custom
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table, without reading the rows. Raise a ValueError if the table does not exist."""

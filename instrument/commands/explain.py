@@ -221,18 +221,17 @@ def explain(key: str, known: Iterable[Term]) -> list[Term]:
     """
     wanted = re.sub(r"^(hooks|apply|rules)\.[^.]+(?=\.)", r"\1.NAME", key)
     wanted = re.sub(r"^sweep\.", "run.", wanted)
+    of_spec = re.sub(r"^(hooks|apply|rules)\.(?=[^.]+$)", r"\1.NAME.", key)
     by_name: dict[str, list[Term]] = {}
     for group in (known, python_entries()):
         for entry in group:
             of_table = (f"run.{entry.key}", f"probe.{entry.key}") if entry.what == "table" else ()
             for name in {entry.key, entry.key.rpartition(".")[2], *of_table}:
                 by_name.setdefault(name, []).append(entry)
-        if wanted in by_name:
-            break
-    else:
-        similar, fix = similar_names(wanted, by_name), "instrument explain lists all names"
-        raise ConfigError(Problem("KEY", "nothing has this name", key, similar=similar, fix=fix))
-    return by_name[wanted]
+        if name := next((name for name in (wanted, of_spec) if name in by_name), None):
+            return by_name[name]
+    similar, fix = similar_names(wanted, by_name), "instrument explain lists all names"
+    raise ConfigError(Problem("KEY", "nothing has this name", key, similar=similar, fix=fix))
 
 
 def model_of(action: str) -> type[HookBase]:

@@ -36,15 +36,15 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
 
     Args:
         specs: The path of a YAML file, the name of a hook set of the package (`transformer`, as in `hooks=transformer`), a mapping or
-            list with the content of such a file, or spec objects. The specs are at the top level or in a `hooks` section. A list can
-            also have names of hook sets, and then mappings from names to specs: `["transformer", "moe", {"mine": {...}}]`. In
-            them, None removes a hook of a set.
+            list with the content of such a file, or spec objects. The specs are at the top level or in a `hooks` section. This section
+            can be the name of a hook set. A list can also have names of hook sets, and then mappings from names to specs:
+            `["transformer", "moe", {"mine": {...}}]`. In them, None removes a hook of a set.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML, a spec is invalid, or a key next to `hooks` is unknown.
     """
     given = _read_file(specs) if isinstance(specs, str | Path) else specs
-    if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
+    if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list | str):
         known = [*RunConfig.model_fields, "defaults", "hydra"]  # the file can be an experiment
         raise_problems(
             [
@@ -55,7 +55,7 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
                 if key not in known
             ]
         )
-        given = given["hooks"]
+        given = [given["hooks"]] if isinstance(given["hooks"], str) else given["hooks"]
     elif isinstance(given, Mapping):
         fix = "write the hooks into a section of this name, hooks: {NAME: {...}}, and rules into rules"
         raise_problems(
@@ -89,9 +89,10 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
         return {}
     if not isinstance(rules, Mapping) and rules != "default":
         similar = similar_names(rules, ["default"]) if isinstance(rules, str) else ()
-        raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules, similar=similar))
+        fix = "write {NAME: {...}} to add or change a rule, and {NAME: None} to remove one"
+        raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", rules, (), similar, fix))
     given = _read_file(specs) if isinstance(specs, str | Path) else specs
-    sections = given if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else {}
+    sections = given if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list | str) else {}
     in_file = sections.get("rules")
     if in_file is not None and not isinstance(in_file, Mapping):
         raise ConfigError(Problem("rules", "must be a mapping from names to rules", given=in_file))

@@ -97,8 +97,8 @@ def attach(
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
             that holds the parameter makes its step. Pass the wrapper of a library itself, such as that of Accelerate or Opacus.
         scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
-        out: The output folder, readable with `instrument.load`. It must not contain a run, except with `overwrite`.
-            Default: None, which keeps all rows in memory. In both cases, the probe reads them: `probe.stats`,
+        out: The output folder, readable with `instrument.load`. It must not contain a run, except with `overwrite`, nor
+            folders of runs. Default: None, which keeps all rows in memory. In both cases, the probe reads them: `probe.stats`,
             `probe.tensors(...)`.
         overwrite: Whether to replace the run in `out`. A run that a process still writes to is never replaced. Other files in
             the folder are kept, and so is the previous run if this one ends with a configuration error before its first
@@ -139,8 +139,8 @@ def attach(
 
     Raises:
         ConfigError: At the start: an argument has the wrong type, `seed`, `step` or `epoch` is not an integer from 0, a spec is invalid
-            or matches no module, a required optimizer is missing, `out` contains a run already, or `remote` is not writable. At the
-            first call of a module: a spec does not fit the shape of its tensor.
+            or matches no module, a required optimizer is missing, `out` or a folder in it contains a run already, or `remote` is
+            not writable. At the first call of a module: a spec does not fit the shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
             the result has the wrong type, shape, dtype or device.
         SinkError: Rows cannot be written, or the custom sink raised an exception.

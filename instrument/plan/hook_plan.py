@@ -249,13 +249,6 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
             return []
         if not named:
             raise ConfigError(_no_such_structure(selection, found, where))
-    typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
-    if not typed:
-        types = sorted({layer.type for layer in named})
-        plain = [re.sub(r"[*?\[\]!]", "", name) for name in selection.types]
-        similar = [name for each in plain for name in similar_names(each, types)]
-        message = f"none of the {len(named)} modules that the other fields match is of this type"
-        raise ConfigError(Problem(f"{where}.types", message, list(selection.types), types, similar))
     of_torch = {base.__name__ for cls in vars(nn).values() if isinstance(cls, type) for base in cls.__mro__}
     for name in selection.types:
         short = name.rpartition(".")[2]
@@ -265,6 +258,13 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
             similar = similar_names(short, [*types, *sorted(of_torch)])
             fix = "a name with a wildcard, such as *MLP, may match no class"
             raise ConfigError(Problem(f"{where}.types", message, name, types, similar, fix))
+    typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
+    if not typed:
+        types = sorted({layer.type for layer in named})
+        plain = [re.sub(r"[*?\[\]!]", "", name) for name in selection.types]
+        similar = [name for each in plain for name in similar_names(each, types)]
+        message = f"none of the {len(named)} modules that the other fields match is of this type"
+        raise ConfigError(Problem(f"{where}.types", message, list(selection.types), types, similar))
     kept = [layer for layer in typed if not layer.is_named(selection.exclude)]
     if not kept:
         message = f"excludes all {len(typed)} modules that the other fields match"

@@ -7,7 +7,8 @@ every second block of four steps. Hooks that run less often cost more each time,
 there are steps of both types.
 
 The time is summed since the last change and checked after a while. If it exceeds the budget, the most expensive sites
-are sampled half as often, one after the other, until their expected cost is within the budget or all have the lowest rate.
+are sampled half as often, one after the other, until their expected cost is within the budget or all have the lowest rate. If
+that does not suffice, one event says so.
 
 Bytes are limited so that they last until the end of the run if its length is known. Otherwise they have to last for
 several times the number of steps so far. Interventions always run.
@@ -64,7 +65,7 @@ class Budget:
         self._firings: Counter[AttachedHook] = Counter()  # of the complete run
         self._warm_up = WARM_UP
         self._calibration = None if config.time is None else Calibration(self.record_hooks)
-        self._reported_pause = False
+        self._reported_pause = self._reported_excess = False
         self._increases = 0
         self._baseline_seconds, self._factor = 0.0, 1.0
         self._started_at = time.perf_counter()
@@ -212,6 +213,10 @@ class Budget:
         while excess > 0:
             candidates = [each for each in self.record_hooks if each.subsampling < MAX_SUBSAMPLING and costs[each] > 0]
             if not candidates:
+                if any(costs.values()) and not self._reported_excess:
+                    self._reported_excess = True
+                    fix = "remove hooks, record fewer layers or steps, or set a larger budget"
+                    self.event("budget", f"{reason}: all sites have the lowest rate, which does not suffice; {fix}")
                 break
             most_expensive = max(candidates, key=lambda attached: costs[attached])
             most_expensive.subsampling *= 2

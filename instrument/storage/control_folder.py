@@ -24,7 +24,7 @@ from ..config.run_changes import Settings, parse_changes
 from ..errors import ConfigError, InstrumentError, Problem
 from .lock import is_locked
 from .remote_folder import check_is_local
-from .run_record import write_json
+from .run_record import read_record, write_json
 
 CONTROL = "control"
 LOG = "changes.jsonl"
@@ -161,8 +161,7 @@ def request_changes(
 
     check_is_local(run, "RUN", "a run can only be changed in its local folder", fix="run this command on its machine")
     folder = Path(run)
-    if not (folder / "run.json").exists():
-        raise ConfigError(Problem("RUN", "there is no run.json in this folder", run, "the folder of a run"))
+    read_record(folder, "RUN")
     info = RunFiles(folder).info()
     if info["status"] != "running":
         raise InstrumentError(f"{folder} is not in progress: its status is {info['status']}")

@@ -34,7 +34,7 @@ class Snapshot:
 
     def __init__(self, folder: Path, *, replaces: str | None = None) -> None:
         self.folder = folder = folder.absolute()  # A job may change the working directory.
-        self._aside, self._has_aside = folder / ASIDE, False
+        self._aside, self.has_aside = folder / ASIDE, False  # whether a new run replaces one
         try:
             if replaces is not None:
                 self._set_aside(replaces)
@@ -93,19 +93,19 @@ class Snapshot:
                     _move(self._aside, self.folder)
                     message = f"the run in this folder cannot be replaced: {error.strerror}"
                     raise ConfigError(Problem(where, message, given=str(self.folder))) from None
-                self._has_aside = True
+                self.has_aside = True
 
     def restore_replaced(self) -> None:
         """Remove the files of the new run, and move those of the replaced run back, unless a process writes to the folder."""
-        if self._has_aside and not is_written(self.folder):
+        if self.has_aside and not is_written(self.folder):
             with uninterrupted():
                 _remove(self.folder)
                 _move(self._aside, self.folder)
-                self._has_aside = False
+                self.has_aside = False
 
     def remove_replaced(self) -> None:
         """Remove the files of the replaced run."""
-        if self._has_aside:
+        if self.has_aside:
             shutil.rmtree(self._aside, ignore_errors=True)
 
 

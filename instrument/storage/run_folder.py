@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from .run_record import (
 
 RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
 VISIBLE_TIMEOUT = 5.0  # seconds after which a network file system shows a new file on all machines
+_BELOW = ("[!.]*/run.json", "[!.]*/[!.]*/run.json")  # as in runs/NAME/TIME; not the files of a replaced run
 _runs = count()  # The n-th run of a process has the same number in all processes.
 
 
@@ -140,7 +141,7 @@ class RunFolder:
         record: The entries of run.json. The file is written again after each change.
 
     Raises:
-        ConfigError: The folder contains a run, another process has just started a run there, or it cannot be written.
+        ConfigError: The folder or a folder in it contains a run, another process has just started a run there, or it cannot be written.
         SinkError: From all methods: run.json cannot be written.
     """
 
@@ -165,6 +166,11 @@ class RunFolder:
         self._lock = FolderLock(path)
         try:
             create_free_folder(path, where)
+            # `load` reads a folder with run.json as one run.
+            if not self._snapshot.has_aside and (below := next(chain.from_iterable(map(path.glob, _BELOW)), None)):
+                message = f"the folder contains other runs, such as {below.parent.relative_to(path)}, which `load` would no longer find"
+                fix = f"choose another folder, or a new one in this folder: {path / 'NAME'}"
+                raise ConfigError(Problem(where, message, given=str(path), fix=fix))
             if not self._lock.acquire():
                 message = "another process has just started a run in this folder"
                 raise ConfigError(Problem(where, message, given=str(path)))

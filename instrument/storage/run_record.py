@@ -39,6 +39,9 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
     try:
         record = json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and (runs := sorted(path.glob("*/run.json"))):
+            message = f"the folder contains folders of runs: pass one of them, such as {path}/{runs[0].parent.name}"
+            raise ConfigError(Problem(where, message, given=str(path))) from None
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"cannot read run.json: {reason}" if path.exists() else "the folder does not exist"
         raise ConfigError(Problem(where, message, given=str(path), allowed="the folder of a run")) from None

@@ -38,10 +38,6 @@ class RecordedRun:
         """Open the folder of a run. Raise a ConfigError if it contains no run, or one that cannot be replayed."""
         check_is_local(path, RUN, "a replay requires the files of the run", fix="download the folder of the run")
         folder = Path(path)
-        jobs = sorted(file.parent for file in folder.glob("*/run.json")) if not (folder / "run.json").exists() else []
-        if jobs:
-            message = f"the folder contains several runs: pass one of them, such as {path}/{jobs[0].name}"
-            raise ConfigError(Problem(RUN, message, given=path))
         record = read_record(folder, RUN)
         config = record["config"]
         if "train" not in config:

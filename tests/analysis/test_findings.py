@@ -57,6 +57,17 @@ def test_new_module_without_an_optimizer_is_a_finding(made: Make, capsys: pytest
     assert last == f"no rule fired in {run.path}; not all of the model is trained"
 
 
+@pytest.mark.parametrize(
+    ("step", "layer", "found"), [(4, "head", []), (5, "head", ["not trained"]), (0, None, ["not trained"])]
+)
+def test_optimizer_of_a_resumed_run_holds_earlier_modules(
+    made: Make, step: int, layer: str | None, found: list[str]
+) -> None:
+    event = {"step": step, "layer": layer, "rule": "optimizer", "message": "not held", "severity": "warning"}
+    resumed = {"step": 5, "layer": None, "rule": "resumed", "message": "continues", "severity": "info"}
+    assert names_of(made(events=[resumed, event] if step == 5 else [event, resumed])) == found
+
+
 def test_status_of_a_run_that_is_not_done_is_printed(made: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = made(killed=True, metrics=[{"step": 0, "phase": "train", "loss": 1.0}])
     assert main([str(run.path)]) == 0

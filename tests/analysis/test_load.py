@@ -40,6 +40,7 @@ def test_run_has_one_frame_per_table_with_plain_strings(tmp_path: Path) -> None:
     for name in ("effects", "metrics", "coverage", "layers", "events"):
         assert getattr(run, name).empty
         assert len(getattr(run, name).columns) > 3
+    assert list(run.read("stats").columns) == run.own_columns("stats") == next(run.scan("stats")).schema.names
     assert "1 run, 1 done" in repr(run)
 
 
@@ -162,6 +163,7 @@ COLUMNS = r"its columns are step, .*layer"
                 lambda run: run.count("stat"),
             )
         ),
+        (lambda run: run.read("stat"), "unknown table 'stat'; the tables are stats, "),
         (lambda run: run.read("stats", ["step", "leyer"]), f"table 'stats' has no column 'leyer'; {COLUMNS}"),
         (lambda run: run.read("stats", ["step", "run"]), f"table 'stats' has no column 'run'; {COLUMNS}"),
         (lambda run: [*run.scan("stats", ["step", "leyer"])], f"table 'stats' has no column 'leyer'; {COLUMNS}"),

@@ -118,6 +118,10 @@ def test_without_a_key_all_names_are_listed(capsys: pytest.CaptureFixture[str]) 
     assert not any("NAME" in line for line in lines)
 
 
+def test_field_of_a_hook_is_explained_without_a_name(known: list[explain.Term]) -> None:
+    assert explain.explain("hooks.every", known) == explain.explain("hooks.mine.every", known)
+
+
 def test_unknown_key_is_an_error_with_similar_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["trian.steps"]) == 2
     error = capsys.readouterr().err

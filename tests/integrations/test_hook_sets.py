@@ -32,7 +32,7 @@ from transformer_zoo import (
 )
 
 import instrument
-from instrument.config.spec_file import hook_sets, read_specs
+from instrument.config.spec_file import hook_sets, read_rules, read_specs
 from instrument.tables.reasons import NO_OPTIONAL_FUNCTION
 
 EXAMPLES = {example.name: example for example in (*LOOKED_AT, *SET_ASIDE)}
@@ -148,6 +148,12 @@ def test_attention_without_a_dimension_of_heads_has_one_row_per_module() -> None
 
 
 @pytest.mark.slow
+def test_hook_set_can_be_in_a_section_next_to_rules() -> None:
+    specs = {"hooks": "transformer", "rules": {"non_finite": None}}
+    assert read_specs(specs) == read_specs("transformer")
+    assert read_rules(specs) == read_rules({}, {"non_finite": None})
+
+
 def test_hook_sets_do_not_change_the_training() -> None:
     results = []
     for specs in ({}, "transformer"):

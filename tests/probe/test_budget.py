@@ -270,6 +270,8 @@ def test_lowest_rate_of_a_hook_is_that_of_the_next_run(simulated: SimulatedTime)
         state = first.state_dict()
     messages = [row["message"] for row in first.sink.records("events") if row["rule"] == "budget"]
     assert any(f"once in {MAX_SUBSAMPLING} scheduled steps" in message for message in messages)
+    (excess,) = [message for message in messages if "all sites have the lowest rate, which does not suffice" in message]
+    assert excess in first.warnings[0]
 
     plan = make_plan(read_specs({"h": RECORD}), model)
     second = instrument.Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "1%"}))

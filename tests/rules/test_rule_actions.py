@@ -189,6 +189,8 @@ def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
     similar = r"rules: must be a mapping, None or 'default'\n    given    defualt\n    similar  default"
     with pytest.raises(instrument.ConfigError, match=similar):
         attached({"seen": SEEN}, "defualt")
+    with pytest.raises(instrument.ConfigError, match=r"fix      write \{NAME: \{...\}\} to add or change a rule"):
+        attached({"seen": SEEN}, ["non_finite"])
     (tmp_path / "hooks.yaml").write_text(json.dumps(file))
     probe, _ = attached(tmp_path / "hooks.yaml", "default")  # type: ignore[arg-type]
     assert probe.run.info["config"]["rules"]["big"] == {**LARGE, "watch": ("seen",), "name": "big"}

@@ -72,8 +72,8 @@ def test_folder_with_another_run_json_is_refused(tmp_path: Path, text: str) -> N
 
 def test_folder_without_a_run_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    RunFolder(tmp_path / "new", config={}, overwrite=True).finish("done")
     RunFolder(tmp_path, config={}, overwrite=True).finish("done")
+    RunFolder(tmp_path / "new", config={}, overwrite=True).finish("done")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 

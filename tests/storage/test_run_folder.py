@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import instrument
 from instrument import ConfigError
 from instrument.errors import RankError
 from instrument.storage import run_folder
@@ -43,6 +44,21 @@ def test_folder_with_a_run_is_refused_and_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already contains a run"):
         RunFolder(tmp_path, name="second")
     assert (tmp_path / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("nested", ["a", "a/2026"])
+def test_folder_with_folders_of_runs_is_refused(tmp_path: Path, nested: str, overwrite: bool) -> None:
+    RunFolder(tmp_path / nested, name="first").finish("done")
+    with pytest.raises(ConfigError, match=rf"contains other runs, such as {nested},[\s\S]*{tmp_path / 'NAME'}"):
+        RunFolder(tmp_path, where="out", overwrite=overwrite, name="second")
+    assert instrument.load(tmp_path).info["name"] == "first"
+
+
+def test_run_with_folders_of_runs_can_be_replaced(tmp_path: Path) -> None:
+    for folder, overwrite in ((tmp_path, False), (tmp_path / "a", False), (tmp_path, True)):
+        RunFolder(folder, where="out", overwrite=overwrite, name=folder.name, config={}).finish("done")
+    assert instrument.load(tmp_path / "a").info["name"] == "a"
 
 
 def test_discarded_run_leaves_only_the_previous_files(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def test_invalid_changes_are_not_sent(running: Path, call: Call) -> None:
 def test_only_a_run_in_progress_is_changed(tmp_path: Path, running: Path, call: Call) -> None:
     done = write_run(tmp_path / "done", config={"train": {}})
     assert "is not in progress: its status is done" in call(control.main, done, "stop").expect(1).err
-    assert control.main([str(tmp_path / "none"), "stop"]) == 2
+    assert "RUN: the folder does not exist" in call(control.main, tmp_path / "none", "stop").expect(2).err
+    assert f"such as {tmp_path}/" in call(control.main, tmp_path, "stop").expect(2).err
     record = json.loads((running / "run.json").read_text())
     (running / "run.json").write_text(json.dumps({**record, "config": {"hooks": {}}, "ranks": 2}))
     assert "a custom training loop with several processes" in call(control.main, running, "stop").expect(2).err

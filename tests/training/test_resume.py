@@ -109,6 +109,9 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert {file: file.read_bytes() for file in Path("out/.hydra").iterdir()} == hydra
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000012.pt"]
     assert "the run is already done" in cli("resume=out").expect(2).err
+    sweep = str(Path().absolute())
+    problem = f"resume: the folder contains folders of runs: pass one of them, such as {sweep}/out\n"
+    assert problem in cli(f"resume={sweep}").expect(2).err
 
 
 MOVES = """
