@@ -86,7 +86,8 @@ COLLECTIONS = {
     "ninth": ("ninth_general", "ninth_transformers"),
     "tenth": ("tenth_general", "tenth_transformers"),
     "eleventh": ("eleventh_general", "eleventh_transformers"),
-    "held out": ("twelfth_general", "twelfth_transformers"),
+    "twelfth": ("twelfth_general", "twelfth_transformers"),
+    "held out": ("thirteenth_transformers",),
 }
 
 # The parts of a training step in which a fault of each category has its first effect, written before any measurement of this. A fault
