@@ -72,7 +72,7 @@ MISSING_RULES = frozenset(
 )
 
 # The modules of the programs, by collection. A program and all its faults are in the same one. Rules are developed with the collection
-# `build`. The others were written later, without knowledge of the rules: `second` to `eleventh`, whose results have been looked at since,
+# `build`. The others were written later, without knowledge of the rules: `second` to `twelfth`, whose results have been looked at since,
 # and `held out`, which only reports the quality of the rules.
 COLLECTIONS = {
     "build": ("healthy", "silent_errors", "transformer_faults", "keras_faults"),

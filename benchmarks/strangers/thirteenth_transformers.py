@@ -19,13 +19,10 @@ from torch.optim import Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
 DEEP_CRIME = "Humbatova et al., DeepCrime: mutation testing of deep learning systems based on real faults, 2021"
-DEFAULT = "DEFault++: automated fault detection, categorization and diagnosis for transformer architectures, 2026"
 EXAMPLES = "Issues of libraries for training and of examples at GitHub, 2018 to 2026"
 HUGGING_FACE = "Issues of Hugging Face's libraries, 2020 to 2026"
-HUMBATOVA = "Humbatova et al., Taxonomy of real faults in deep learning systems, 2020"
 PYTORCH_FORUM = "Questions at discuss.pytorch.org and Stack Overflow, 2018 to 2026"
 REIMPLEMENTATIONS = "Issues of repositories that implement publications again, 2019 to 2026"
-TRAINCHECK = "Jiang et al., Training with confidence: catching silent errors in deep learning training, 2025"
 NUMBERS = 20
 
 
@@ -235,7 +232,7 @@ class SpectrogramTransformer(nn.Module):
     "Gong et al., AST: audio spectrogram transformer, 2021, with sounds that are mixed in pairs",
     Fault("mixed_sounds_keep_one_label", "labels", REIMPLEMENTATIONS,
           ("missing_labels_in_loss", "labels_of_other_positions", "wrong_loss", "class_imbalance")),
-    Fault("debugging_subset_left", "data", DEEP_CRIME, ("overfit", "overtraining", "distinct_data"), since=5),
+    Fault("debugging_subset_left", "data", DEEP_CRIME, ("overfit", "overtraining", "distinct_data"), since=6),
 )  # fmt: skip
 def tagged_sounds(fault: str = "") -> Tensor:
     spectra, tags = recordings(2600)
@@ -702,7 +699,7 @@ def scattered_shapes(count: int, size: int = 16) -> tuple[Tensor, Tensor]:
     far = (x**2 + y**2).sqrt() * size
     disc, ring = (far[:, 0] < 2).float(), (far[:, 1] - 2.2).abs() < 0.7
     cross = (torch.minimum(x[:, 2].abs(), y[:, 2].abs()) * size < 0.6) & (far[:, 2] < 2.8)
-    return (disc + 0.8 * ring + 0.8 * cross + 0.05 * torch.randn(count, size, size))[:, None], centres
+    return (disc + 0.5 * ring - 1.0 * cross + 0.05 * torch.randn(count, size, size))[:, None], centres
 
 
 class SampledAttention(nn.Module):
@@ -740,17 +737,17 @@ class PlaceFinder(nn.Module):
     def __init__(self, fault: str, size: int = 32) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(1, size, 5, 2, 2), nn.ReLU(), nn.Conv2d(size, size, 3, 2, 1), nn.GroupNorm(4, size)
+            nn.Conv2d(1, size, 5, 2, 2), nn.ReLU(), nn.Conv2d(size, size, 3, 1, 1), nn.GroupNorm(4, size)
         )
-        self.positions = nn.Parameter(0.5 * torch.randn(size, 4, 4))
+        self.positions, self.encoder = nn.Parameter(0.5 * torch.randn(size, 8, 8)), encoder_of(size, 1)
         self.queries, self.references = nn.Parameter(torch.randn(3, size)), nn.Linear(size, 2)
-        self.mixes = nn.ModuleList([nn.MultiheadAttention(size, 4, batch_first=True) for _ in range(3)])
-        self.attentions = nn.ModuleList([SampledAttention(size) for _ in range(3)])
+        self.mixes = nn.ModuleList([nn.MultiheadAttention(size, 4, batch_first=True) for _ in range(2)])
+        self.attentions = nn.ModuleList([SampledAttention(size) for _ in range(2)])
         self.mlps = nn.ModuleList(
-            [nn.Sequential(nn.Linear(size, 2 * size), nn.ReLU(), nn.Linear(2 * size, size)) for _ in range(3)]
+            [nn.Sequential(nn.Linear(size, 2 * size), nn.ReLU(), nn.Linear(2 * size, size)) for _ in range(2)]
         )
-        self.norms = nn.ModuleList([nn.LayerNorm(size) for _ in range(9)])
-        self.heads = nn.ModuleList([nn.Linear(size, 2) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(size) for _ in range(6)])
+        self.heads = nn.ModuleList([nn.Linear(size, 2) for _ in range(2)])
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -763,7 +760,9 @@ class PlaceFinder(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return the centres behind each layer, float32 [samples, 3, 2]."""
-        grid, x, found = self.backbone(images) + self.positions, self.queries.expand(len(images), -1, -1), []
+        grid = (self.backbone(images) + self.positions).flatten(2).mT
+        grid = self.encoder(grid).mT.unflatten(2, (8, 8))
+        x, found = self.queries.expand(len(images), -1, -1), []
         place = self.references(x).sigmoid()
         for at, (mix, attention, mlp, head) in enumerate(
             zip(self.mixes, self.attentions, self.mlps, self.heads, strict=True)
@@ -787,13 +786,13 @@ def sampled_places(fault: str = "") -> Tensor:
     model = PlaceFinder(fault)
     offsets = [p for n, p in model.named_parameters() if "offsets" in n or "references" in n]
     others = [p for n, p in model.named_parameters() if "offsets" not in n and "references" not in n]
-    optimizer = AdamW([{"params": others}, {"params": offsets, "lr": 5e-4}], lr=2e-3, weight_decay=1e-4)
-    schedule = LinearLR(optimizer, 1.0, 0.05, total_iters=300)
+    optimizer = AdamW([{"params": others}, {"params": offsets, "lr": 1e-3}], lr=4e-3, weight_decay=1e-4)
+    schedule = LinearLR(optimizer, 1.0, 0.05, total_iters=260)
 
     def loss_of(images: Tensor, centres: Tensor) -> Tensor:
         return torch.stack([(found - centres).abs().mean() for found in model(images)]).sum()
 
-    source = islice(batches(images[:2700], centres[:2700], size=16), 300)
+    source = islice(batches(images[:2700], centres[:2700], size=16), 260)
     fit(model, optimizer, (loss_of(*batch) for batch in source), schedule)
     with torch.no_grad():
         return (model(images[2700:])[-1] - centres[2700:]).abs().mean()
@@ -907,7 +906,7 @@ def _train_halves(rank: int, fault: str, loaded: dict[str, Tensor], rows: Tensor
     "transformers",
     "PyTorch tutorials, large scale transformer training with tensor parallel, for a loaded decoder in two ranks",
     Fault("bias_added_on_each_rank", "replicas", EXAMPLES,
-          ("tensor_variance", "update_ratio", "replicas_equal", "@blocks*out", "@blocks*down", "@blocks*")),
+          ("tensor_variance", "update_ratio", "@blocks*out", "@blocks*down")),
     Fault("fused_rows_split_in_halves", "loading", EXAMPLES,
           ("weights_loaded", "replicas_differ", "tensor_variance", "@blocks*qkv", "@blocks*out")),
 )  # fmt: skip
