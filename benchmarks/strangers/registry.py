@@ -87,7 +87,7 @@ COLLECTIONS = {
     "tenth": ("tenth_general", "tenth_transformers"),
     "eleventh": ("eleventh_general", "eleventh_transformers"),
     "twelfth": ("twelfth_general", "twelfth_transformers"),
-    "held out": ("thirteenth_general",),
+    "held out": ("thirteenth_general", "thirteenth_transformers"),
 }
 
 # The parts of a training step in which a fault of each category has its first effect, written before any measurement of this. A fault
