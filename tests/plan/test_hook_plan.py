@@ -130,7 +130,12 @@ def test_plan_does_not_change_the_model() -> None:
         ),
         ({"layers": "head", **BUFFERS}, "layers", "directly contains a buffer", ""),
         ({"layers": ".", "kind": "state_dict_pre"}, "layers", "directly contains an entry", "**"),
-        ({"layers": "**", "types": "Lienar", "kind": "forward"}, "types", "neither the model nor torch.nn has this class", "Linear"),
+        (
+            {"layers": "**", "types": "Lienar", "kind": "forward"},
+            "types",
+            "neither the model nor torch.nn has this class",
+            "Linear",
+        ),
     ],
 )
 def test_empty_match_is_reported_with_the_nearest(spec: dict[str, Any], where: str, problem: str, near: str) -> None:
