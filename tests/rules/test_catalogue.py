@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -673,3 +674,17 @@ def test_overtraining_does_not_fire_on_noise() -> None:
     random = np.random.default_rng(0)
     series = [1.0 + random.normal(0.0, 0.05, random.integers(50, 500)) for _ in range(100)]
     assert sum(bool(fired("overtraining", evaluated([1.0] * len(each), [*each]))) for each in series) <= 1
+
+
+def test_overtraining_finds_a_slow_rise_in_noise() -> None:
+    random, rise = np.random.default_rng(0), np.concatenate([np.linspace(2.0, 1.0, 30), np.linspace(1.0, 1.3, 70)])
+    series = [rise + random.normal(0.0, 0.02, 100) for _ in range(10)]
+    assert all(fired("overtraining", evaluated([1.0] * 100, [*each])) for each in series)
+
+
+def test_overtraining_fires_seldom_on_correlated_losses() -> None:
+    random, series = np.random.default_rng(0), []
+    for _ in range(100):
+        noise = [*accumulate(random.normal(0.0, 0.05, 100), lambda last, new: 0.5 * last + new)]
+        series.append(1.0 + np.array(noise))
+    assert sum(bool(fired("overtraining", evaluated([1.0] * 100, [*each]))) for each in series) <= 10
