@@ -272,20 +272,23 @@ def reached(
         node = left.pop()
         if node in found:
             continue
-        following = [each for each, _ in node.next_functions if each is not None]
+        following = node.next_functions
         if users is not None and (parameters := [each for each in map(_parameter, following) if each is not None]):
             users[node] = parameters
             continue
         found.add(node)
-        left += following
+        for each, _ in following:  # faster than a list of them
+            if each is not None:
+                left.append(each)
     return found
 
 
-def _parameter(node: Node) -> Tensor | None:
-    """Return the parameter of a node, also of a view or a cast of one; None for another node."""
-    while operator_name(node) in VIEWS and node.next_functions[0][0] is not None:
+def _parameter(following: tuple[Node | None, int]) -> Tensor | None:
+    """Return the parameter of a following node, also of a view or a cast of one; None for another node."""
+    node, _ = following
+    while node is not None and operator_name(node) in VIEWS and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
-    return _variable(node)
+    return None if node is None else _variable(node)
 
 
 def _variable(node: Node) -> Tensor | None:

@@ -83,8 +83,9 @@ class ValueCounts(HookGroup):
     @torch.no_grad()
     def _add(self, root: Node) -> None:
         nodes = reached([root])
-        # The class of a node of PyTorch has the name of its operator, and is read faster.
-        known = [node for node in nodes if type(node).__name__ in _SAVED] if len(nodes) <= MAX_NODES else []
+        # The class of a node of PyTorch has the name of its operator.
+        kinds = {kind for kind in {*map(type, nodes)} if kind.__name__ in _SAVED}
+        known = [node for node in nodes if type(node) in kinds] if kinds and len(nodes) <= MAX_NODES else []
         for node in sorted(known, key=lambda node: node._sequence_nr())[: MAX_TENSORS - self._counts.total()]:
             name = f"{operator_name(node)}.{(saved := _SAVED[operator_name(node)])}"
             values = getattr(node, f"_raw_saved_{saved}")
