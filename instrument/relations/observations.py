@@ -296,14 +296,9 @@ def _observed_loss(name: str, function: Callable[..., Any]) -> Callable[..., Any
                     observer(loss)
         return result
 
-    _add_to_scripts(call, name)
-    return call
-
-
-def _add_to_scripts(call: Callable[..., Any], name: str) -> None:
-    """Let TorchScript, which finds built-in functions by their identity, know one that replaces the one with a name."""
-    _get_builtin_table()[id(call)] = f"aten::{name}"
+    _get_builtin_table()[id(call)] = f"aten::{name}"  # TorchScript finds functions in C by their identity
     finalize(call, _get_builtin_table().pop, id(call), None)
+    return call
 
 
 def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
@@ -460,19 +455,16 @@ class AccumulatedGradient:
         return change
 
 
-def _observed_backward(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _observed_backward(name: str, original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ARG001
     @wraps(original)
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint that recomputes its outputs passes a tuple of them.
-        if isinstance(tensors, Tensor) and not is_compiling():
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
             for observer in BACKWARDS.observers:
-                observer(tensors)
-        return original(tensors, *args, **kwargs)
+                observer(tensor)
+        return original(tensor, *args, **kwargs)
 
-    _add_to_scripts(call, name)
     return call
 
 
-BACKWARDS = ObservedFunctions([(torch.autograd, "backward")], _observed_backward)
-"""Observes the tensor of each call of `backward` before it. `Tensor.backward` calls this function: after a change of a class, PyTorch's and
-all other code that uses its objects is slow for some steps."""
+BACKWARDS = ObservedFunctions([(Tensor, "backward")], _observed_backward)
+"""Observes the tensor of each call of `Tensor.backward` before it."""
