@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..config.rules import RULES
 from ..rules.loss_spike import LATER
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import AFTER_USUAL_START, NEW_PARAMETER, OF_GRADIENTS, OTHER_COUNTS, OTHER_SETTING
+from ..rules.reference import NEW_PARAMETER, OF_GRADIENTS, OTHER_COUNTS, OTHER_SETTING
 from ..rules.reference_ranges import MEAN_LOSS, METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
@@ -335,8 +335,7 @@ class _Timeline:
         An optimizer whose settings, learning rate and first update are within the reference computes other updates from other gradients.
         A model computes its loss from an argument such as `labels`. The loss decides which outputs of the last layer have a gradient, and
         the forward pass, such as a mask, which elements of other layers have one. If only losses of evaluations are outside, their data
-        and the mode of layers differ from those of the training, whose loss is usual. Other targets and losses change the gradients of the
-        first step. Other data with the usual statistics show later, in what is learned from them.
+        and the mode of layers differ from those of the training, whose loss is usual.
         """
         event, (part, _) = events[0], self.position(events[0])
         if IS_TARGET.match(event.location or ""):
@@ -345,11 +344,8 @@ class _Timeline:
         is_of_mask = part == BACKWARD and _first_word(event) == "zero_fraction" and not is_last
         if is_of_mask or all(each.location is None and _first_word(each) == "eval" for each in events):
             return "forward"
-        if self.onset(event) == 0 or _is_of_program(event):
-            return PARTS[part]
-        if event.message.endswith(AFTER_USUAL_START):
-            return "forward"
-        return PARTS[min(part, BACKWARD)]
+        is_later = self.onset(event) > 0 and not _is_of_program(event)
+        return PARTS[BACKWARD if part == UPDATE and is_later else part]
 
     def _order_in_rule(self, event: RuleEvent) -> tuple[bool, int, bool, int, int]:
         """Return the sort key of an event among those of its rule.

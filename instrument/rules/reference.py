@@ -7,7 +7,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar
@@ -140,7 +139,6 @@ NEW_PARAMETER, OTHER_SETTING, REPEATED = "new parameter", "other setting", "repe
 IN_MANY_PLACES = "outside of the ranges in many places"
 OTHER_COUNTS = "other values"
 OF_GRADIENTS = f"{OTHER_SETTING} of gradients"
-AFTER_USUAL_START = "; the gradients of the first step were usual"
 MAX_SETTINGS = 4  # of a module in a message
 MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
 FLAT = [f"{name}Backward0" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign")]  # their gradients are zero
@@ -151,8 +149,6 @@ EXCESS, MAX_EXCESS, MANY = 1 / 3, 3.0, 4
 # The difference of counts that is reported, in standard deviations of a chi-square, and how many times that of many healthy runs. It is
 # 4 times as many of two runs: a third one whose targets are those of another random network is then outside in 3% instead of 27%.
 DIFFERENCE, TIMES_OF_HEALTHY = 12.0, 2.0
-# The root mean square of the excess of the gradients of the first step that is usual: 33 of 35 healthy trainings have a smaller one.
-USUAL = EXCESS / 2
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
@@ -163,8 +159,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "Compare the run with a healthy one: python -m instrument.diff. What is outside first is the most likely cause."
     )
     advice_in: ClassVar[Mapping[Part, str]] = {
-        "forward": "The forward pass differs first, or what differs later follows from usual gradients of the first step: compare the "
-        "data, the parameters of the model and their initial values, and the settings, the code and the mode of this layer.",
+        "forward": "The forward pass differs first: compare the data, the parameters of the model and their initial values, and the "
+        "settings, the code and the mode of this layer.",
         "loss": "The loss differs first: compare what the program computes from the outputs of its last layers, the targets, the order of "
         "the samples and the loss function; for a loss that is too low, also which samples there are, and what inputs and masks show of "
         "the targets.",
@@ -175,7 +171,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     }
     requires = "locations of the reference"
     further_statistics = ("fingerprint",)
-    saved = ("counts", "times", "phase", "losses", "times_near", "entered", "starts_usual")
+    saved = ("counts", "times", "phase", "losses", "times_near", "entered")
 
     def __init__(self, spec: ReferenceRule) -> None:
         super().__init__(spec)
@@ -207,7 +203,6 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             (hook, kind, role, phase) for hook, _, kind, role, _, phase in self.reference.locations if role == "param"
         }
         self._step = self._phase = 0
-        self._starts_usual = False  # whether the gradients of the first step are usual
         self._losses: list[float] = [0, 0.0]  # of this phase of training: their number and sum
         self._entered: dict[str, list[Any]] = {}  # by tensor: the phase of training, and the counts of its values
         self._has_read = False
@@ -248,7 +243,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         self._step = rows.step
         last, self._phase = self._phase, min(int(phase_of(rows.step)), self._low.shape[2] - 1)
         if self._phase != last:
-            yield from map(self._with_start, self._check_mean_loss(last))
+            yield from self._check_mean_loss(last)
         if rows.is_training and (loss := rows.metric("loss")) is not None:
             self._add_losses([loss])
         if self.settings is not None and rows.phase in STEP_PHASES:
@@ -257,14 +252,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             self.settings = None
         if rows.is_training and not (self.spec.hook or self.spec.stats):
             yield from self._check_counts(rows)
-        yield from map(self._with_start, super().update(rows))
+        yield from super().update(rows)
         is_recorded = rows.phase not in self._phases or self.choose(rows.layout) is not None
-        yield from map(self._with_start, self._check_metrics(rows, METRICS if is_recorded else ("lr",)))
-
-    def _with_start(self, firing: Firing) -> Firing:
-        """Return what is outside after the first step, and whether the gradients of that step were usual."""
-        is_later = self._starts_usual and self._step > 0
-        return replace(firing, text=firing.text + AFTER_USUAL_START) if is_later else firing
+        yield from self._check_metrics(rows, METRICS if is_recorded else ("lr",))
 
     def remember(self, steps: QuietSteps) -> None:
         self._add_losses(steps.losses)
@@ -468,8 +458,6 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         for part in range(3):
             key, of = f"{rows.phase} {part}", np.flatnonzero(parts == part)
             mean = math.sqrt(np.square(largest[of]).mean()) if len(of) >= MANY else 0.0
-            if part == 1 and rows.is_training and not rows.step:
-                self._starts_usual = len(of) >= MANY and mean <= USUAL
             if mean <= EXCESS:
                 del self._times_near[key]
                 continue

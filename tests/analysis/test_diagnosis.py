@@ -10,7 +10,7 @@ import pytest
 
 from instrument.analysis.diagnosis import FAR, LATE, Finding, diagnoses, findings_of
 from instrument.config.rules import RULES, default_rules
-from instrument.rules.reference import AFTER_USUAL_START, NEW_PARAMETER
+from instrument.rules.reference import NEW_PARAMETER
 from instrument.rules.rule import CAUSES, Part
 from instrument.rules.rule_set import RuleEvent
 from instrument.rules.watch import ADVICE as WATCH_ADVICE
@@ -124,26 +124,6 @@ def test_update_outside_of_a_reference_after_the_first_is_of_other_gradients(ste
     rules = {"reference": {"from": "file.parquet"}}
     (found,) = findings_of([event("reference", step, "linear0.weight update")], rules, EVERY_10, LAYERS)
     assert found.advice == RULES["reference"].advice_in[part]
-
-
-@pytest.mark.parametrize(("step", "part"), [(10, None), (20, "forward")])
-@pytest.mark.parametrize(
-    ("place", "text", "usual"),
-    [
-        ("linear0 grad_output", "rms 9, above 2", "backward"),
-        ("linear0.weight update", "rms 9, above 2", "update"),
-        ("", "loss 9, above 2", "loss"),
-    ],
-)
-def test_wrong_targets_change_gradients_of_the_first_step(
-    place: str, text: str, usual: Part, step: int, part: Part | None
-) -> None:
-    """What leaves the reference after a usual first step follows from other data, and not from other targets."""
-    rules = {"reference": {"from": "file.parquet"}}
-    outside = event("reference", step, place)
-    outside = replace(outside, message=outside.message.replace("value", text) + AFTER_USUAL_START)
-    (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
-    assert found.advice == RULES["reference"].advice_in[part or usual]
 
 
 @pytest.mark.parametrize(

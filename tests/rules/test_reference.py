@@ -39,7 +39,7 @@ from instrument.hooks.clock import Clock
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.probe import value_counts
 from instrument.relations.observations import BACKWARDS
-from instrument.rules.reference import AFTER_USUAL_START, ReferenceRanges
+from instrument.rules.reference import ReferenceRanges
 from instrument.rules.reference_ranges import BUCKETS, COUNTS, STARTS, Reference, difference_of_counts, phase_of
 from instrument.rules.rule import Part
 from instrument.rules.rule_set import RuleEvent
@@ -231,39 +231,6 @@ def test_many_locations_within_the_margin_are_reported_together(
             in event.message
         )
         assert (event.value, event.threshold) == (values[0], pytest.approx(high if margins[0] > 0 else low))
-
-
-@pytest.mark.parametrize(
-    ("margins", "count", "kind", "is_usual"),
-    [
-        ((0.3, 0.0, 0.0, 0.0), 4, "full_backward", True),  # the root mean square is 0.15 margins, below 1 / 6
-        ((0.4, 0.0, 0.0, 0.0), 4, "full_backward", False),  # 0.2
-        ((0.0, 0.0, 0.0), 3, "full_backward", False),  # three locations
-        ((0.0, 0.0, 0.0, 0.0), 4, "forward", False),  # of which none is a gradient
-    ],
-)
-def test_events_say_whether_the_gradients_of_the_first_step_were_usual(
-    tmp_path: Path, margins: Sequence[float], count: int, kind: str, *, is_usual: bool
-) -> None:
-    def gradients(values: Sequence[float]) -> list[dict[str, Any]]:
-        role = "grad_output" if kind == "full_backward" else "output"
-        return [{**row, "kind": kind, "role": role} for row in in_layers(values)]
-
-    for at, value in enumerate([1.0, 2.0]):
-        rows = [{"step": step, **each} for step in range(4) for each in gradients([value] * count)]
-        write_run(tmp_path / str(at), rows={"stats": rows})
-    file = tmp_path / "ranges"
-    _, high = (float(each[0, 0, 0]) for each in make_reference(tmp_path, out=file).limits(["rms"], 1.0))
-    first = [2 * (high / 2) ** each if each else 1.5 for each in margins]
-    steps = [
-        Step(rows=gradients(each), step=at, loss=1.0) for at, each in enumerate([first, *[[2 * high] * count] * 2])
-    ]
-    events: list[RuleEvent] = []
-    before, after = (rule_set({"r": {"rule": "reference", "from": str(file)}}, events) for _ in range(2))
-    feed(before, steps[:1], with_numbers=True)
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    feed(after, steps[1:], with_numbers=True)
-    assert [event.message.endswith(AFTER_USUAL_START) for event in events] == [is_usual] * count
 
 
 def test_many_locations_within_the_margin_of_one_run_are_usual(tmp_path: Path) -> None:
