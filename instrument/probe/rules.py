@@ -18,7 +18,7 @@ from ..errors import HookError, user_code_location
 from ..fields.targets import build_callable
 from ..rules.requirements import turned_on_by_rules, writes_kept_tensors
 from ..rules.rule_set import RuleEvent, RuleSet
-from ..rules.step_rows import NO_NUMBERS, FloatArray, Numbers, RelationRow, RowLayout, RowSite, StepRows, time_order
+from ..rules.step_rows import FloatArray, Numbers, RelationRow, RowLayout, RowSite, StepRows, time_order
 from ..tables.schemas import IDENTITY, MOMENT
 from ..tables.sink_interface import Row
 from .collectives import Ranks
@@ -29,7 +29,7 @@ from .slab_rows import StatisticsRows
 _Moment = tuple[int, str]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
 _Statistics = tuple[Sequence[Row], Callable[[str], FloatArray], Numbers]
-_NO_STATISTICS: _Statistics = ([], lambda name: np.empty(0), NO_NUMBERS)
+_NO_STATISTICS: _Statistics = ([], lambda name: np.empty(0), ((), np.empty((0, 0))))
 _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute")
 
 
@@ -70,18 +70,17 @@ class RuleRows:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
         if is_complete and len(metrics) == 1 and not (samples or relations or self._begun):
             step, phase, row = metrics[0]
+            layout = numbers = None
             if stats is None:
-                layout, (statistics, values) = self._layouts.get(phase), NO_NUMBERS
-            else:
-                at, known = stats.moment, stats.layout
-                is_of_step = at is not None and at.step == step and at.phase == phase
-                layout = known.of_rules.get(phase) if is_of_step else None
-                statistics, values = known.built_in, stats.values
+                layout = self._layouts.get(phase)
+            elif (at := stats.moment) is not None and at.step == step and at.phase == phase:
+                known = stats.layout
+                layout, numbers = known.of_rules.get(phase), (known.built_in, stats.values)
             if layout is not None:  # one complete step, with the rows of an earlier one
                 bounds = self._rules.bounds
-                if bounds.active or not bounds.contain(step, phase, row, layout, statistics, values):
+                if bounds.active or not bounds.contain(step, phase, row, layout, numbers):
                     statistic = _NO_STATISTICS[1] if stats is None else stats.column
-                    self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=(statistics, values)))
+                    self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=numbers))
                 return
         metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
         targets = _targets(samples) if samples else {}

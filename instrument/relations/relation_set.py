@@ -54,8 +54,6 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         scaler: The gradient scaler, if it is enabled.
     """
 
-    _rests = True  # whether a call of the model in training mode is not observed, as in a copy
-
     def __init__(
         self,
         names: Collection[str],
@@ -71,6 +69,7 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         self._first: int | None = None  # the first step
         self.due = sys.maxsize  # `check` does nothing at the end of earlier training steps
         self._after_evaluation = -EVERY  # the first step that is checked because of an evaluation
+        self._rests = False  # whether a call of the model in training mode in phase `train` is not observed
         self._of_steps: dict[RemovableHandle, Callable[..., None]] = {}  # the hooks of the steps of optimizers
         self._observed = HookGroup((), clock)  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
@@ -107,16 +106,16 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         training, checked = self.training, self._first_checked(step)
         is_checked = checked == step
         self.due = step if is_checked or self.reads_fingerprints else checked - 1
-        was_checked, training.is_checked = training.is_checked, is_checked
-        self.refresh()
+        self._rests = not (is_checked or has_processes())  # processes may make local steps
         # Compiled code that calls another hook would be compiled again.
         is_idle = self._rests and not has_compiled()
         for handle, hook in self._of_steps.items():
             if (hooks := handle.hooks_dict_ref()) and handle.id in hooks:
                 # The key stays, since PyTorch may iterate over the hooks: a step may end in one, and another may call the model.
                 hooks[handle.id] = _do_nothing if is_idle else hook
-        if is_checked == was_checked:
+        if is_checked == training.is_checked:
             return
+        training.is_checked = is_checked
         if not is_checked:
             self._end_observation()
             return
@@ -138,10 +137,8 @@ class RelationSet(InertWhenCopied, StepPostHooks):
         return min(checked, max(step, requested)) if step <= requested + 1 else checked
 
     def refresh(self) -> None:
-        """Update after the phase has changed. Request a check after an evaluation if the last one was many steps ago."""
+        """Request a check after an evaluation if the last one was many steps ago."""
         step, _, _, phase = self.clock.moment
-        # Processes may make local steps.
-        self._rests = phase == "train" and not (self.training.is_checked or has_processes())
         offset = 0 if self._first is None else step - self._first
         if phase == "eval" and offset > RARE and min(offset % RARE, step - self._after_evaluation) >= EVERY:
             self._after_evaluation = step + 1
@@ -156,9 +153,13 @@ class RelationSet(InertWhenCopied, StepPostHooks):
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # In a compiled model, it does nothing, and the graph has no break. The other test takes longer, and is true in an export too.
-        if is_dynamo_compiling() or (self._rests and module.training) or self.clock.closed:
+        clock = self.clock
+        if is_dynamo_compiling() or clock.closed:
             return
-        phase, training = self.clock.moment.phase, self.training
+        phase = clock.moment.phase
+        if self._rests and phase == "train" and module.training:
+            return
+        training = self.training
         is_evaluation = phase == "eval" or (phase == "train" and not (module.training or torch.is_grad_enabled()))
         if is_evaluation and not is_compiling():
             for relation in self._relations.values():

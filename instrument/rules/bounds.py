@@ -18,12 +18,13 @@ from ..errors import HookError
 from ..tables.statistics import ALL
 from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
-from .step_rows import FloatArray, IndexArray, Locations, RowLayout, StepRows
+from .step_rows import FloatArray, IndexArray, Locations, Numbers, RowLayout, StepRows
 
 MAX_STEPS, MAX_ROWS = 500, 20_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
 MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
+_NO_NUMBERS: Numbers = ((), np.empty((0, 0)))
 
 
 _Rows = tuple[bytes, bytes, bytes, tuple[str, ...], bytearray]
@@ -120,13 +121,7 @@ class StepBounds:
         self._used = 0.0  # the fraction of the memory that they take
 
     def contain(
-        self,
-        step: int,
-        phase: str,
-        metrics: Mapping[str, Any],
-        layout: RowLayout,
-        statistics: Sequence[int],
-        values: FloatArray,
+        self, step: int, phase: str, metrics: Mapping[str, Any], layout: RowLayout, numbers: Numbers | None
     ) -> bool:
         """Return whether a step is within the bounds. If it is, keep its values.
 
@@ -134,16 +129,20 @@ class StepBounds:
             step: The step.
             phase: The phase.
             metrics: The metrics, also the numbers of targets and rows of relations if there are any.
-            layout: The locations of the rows, in this phase.
-            statistics, values: See `Numbers`.
+            layout: The locations of the rows.
+            numbers: See `StepRows`.
         """
-        if not self._left or step > self._last:
+        if not self._left or step > self._last or phase not in STEP_PHASES:
             return False
-        rows = self._latest
-        if rows is None or rows[0] is not statistics or rows[1] is not layout or self._count >= rows[4]:
-            if phase not in STEP_PHASES:
+        if numbers is None:
+            if len(layout):
                 return False
+            numbers = _NO_NUMBERS
+        statistics, values = numbers
+        rows = self._of_layout.get(layout)
+        if rows is None or rows[0] is not statistics:
             rows = self._rows_of(layout, statistics)
+        if rows is not self._latest or self._count >= rows[4]:
             self._begin_rows(rows)
         if not keep_step(rows[3], self._count, values, metrics, phase == "train"):
             return False
@@ -162,9 +161,6 @@ class StepBounds:
 
     def _rows_of(self, layout: RowLayout, statistics: Sequence[int]) -> _QuietRows:
         """Return the bounds of statistics of a layout. Rows of a new location are outside of them."""
-        known = self._of_layout.get(layout)
-        if known is not None and known.statistics is statistics:
-            return known
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
@@ -211,7 +207,6 @@ class StepBounds:
         All rules have read `rows`. A rule whose bounds do not contain them has to read each step.
         """
         self._of_layout.clear()
-        self._latest = None
         self._metrics = {"loss": (-_LARGEST, _LARGEST)}
         self._low, self._high = np.full((2, len(self._locations.all) + 1, len(ALL)), [[[-math.inf]], [[math.inf]]])
         self._low[-1] = math.inf

@@ -90,8 +90,8 @@ class RuleSet:
         Raises:
             HookError: A custom rule failed.
         """
-        bounds, numbers = self.bounds, rows.numbers
-        if numbers and bounds.contain(rows.step, rows.phase, values_of(rows), rows.layout, *numbers):
+        bounds = self.bounds
+        if bounds.contain(rows.step, rows.phase, values_of(rows), rows.layout, rows.numbers):
             if bounds.active:
                 rows.has_non_finite = False
                 self._check(bounds.active, rows)

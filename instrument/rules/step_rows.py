@@ -18,7 +18,6 @@ IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 Numbers = tuple[Sequence[int], FloatArray]
 """The statistics of rows, as their indices in `ALL`, and float64 [statistics, rows]. The indices are the same object in all steps with
 the same ones."""
-NO_NUMBERS: Numbers = ((), np.empty((0, 0)))
 _NO_TARGETS: FloatArray = np.empty(0)
 FURTHER_ITEMS = frozenset("123456789")  # how the path of an item of a sequence after the first one begins
 
@@ -254,8 +253,7 @@ class StepRows:
         self.step, self.phase = step, phase
         self.layout, self.metrics = layout, metrics
         self.targets = _NO_TARGETS if targets is None else targets
-        self.numbers = numbers if numbers is not None or len(layout) else NO_NUMBERS
-        self.relations = relations
+        self.numbers, self.relations = numbers, relations
         self._statistic = statistic
         self._columns: dict[str, FloatArray] = {}
 

@@ -577,15 +577,11 @@ static int write_step(const Py_buffer *numbers, PyObject *kept, double loss, PyO
 
 static PyObject *keep_step(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     Py_buffer numbers;
+    PyObject *bounds, *kept, *limits, *names, *steps;
     double loss = NAN;
     (void)self;
-    if (given != 5 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) != 5)
-        return PyErr_Format(PyExc_TypeError, "keep_step takes five arguments, first a tuple of five");
-    /* In a cold cache, PyArg_ParseTuple would take three times as long. */
-    PyObject *bounds = PyTuple_GetItem(args[0], 0), *kept = PyTuple_GetItem(args[0], 1), *limits = PyTuple_GetItem(args[0], 2);
-    PyObject *names = PyTuple_GetItem(args[0], 3), *steps = PyTuple_GetItem(args[0], 4);
-    if (!(PyBytes_Check(bounds) && PyBytes_Check(kept) && PyBytes_Check(limits) && PyTuple_Check(names) && PyByteArray_Check(steps)))
-        return PyErr_Format(PyExc_TypeError, "keep_step takes three bytes, a tuple and a bytearray");
+    if (given != 5 || !PyArg_ParseTuple(args[0], "SSSO!Y", &bounds, &kept, &limits, &PyTuple_Type, &names, &steps))
+        return given == 5 ? NULL : PyErr_Format(PyExc_TypeError, "keep_step takes five arguments");
     const Py_ssize_t at = PyLong_AsSsize_t(args[1]);
     if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &numbers, PyBUF_C_CONTIGUOUS))
         return NULL;
